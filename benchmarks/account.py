@@ -60,7 +60,7 @@ class _Bench:
         self._opened = memoryview(bytearray(largest))
 
     def _sent(self) -> list[memoryview]:
-        """Return what one peer sends, and as much as it receives: parts to their owners, its means to everybody."""
+        """Bytes that one peer sends, and receives: contributions to the parts' owners, its own means to all."""
         outward = [self.packed[bounds].numpy().data for bounds in self.others]
         means = [self.packed[bounds].numpy().data for bounds in self.own]
         return outward + means * (self.peers - 1)
@@ -105,7 +105,7 @@ class _Bench:
         return sum(self._seal_and_open(payload)[1] for payload in self._sent())
 
     def _seal_and_open(self, payload: memoryview) -> tuple[float, float]:
-        """CPU seconds of each, for what can only be opened once."""
+        """CPU seconds to seal and to open frames, each of which can be opened only once."""
         sealed, opened = self._sealed[: payload.nbytes + TAG_BYTES], self._opened[: payload.nbytes]
         header = self._sender.next_header(0, 0)
         start_s = time.thread_time()
@@ -141,7 +141,7 @@ def _cpu_s(work: Callable[[], None]) -> float:
 
 
 def table(measured: dict[str, float], total_cpu_s: float) -> list[dict[str, Any]]:
-    """Rows by step, with the share of the round's total and what none of them explains."""
+    """Make a row for each step with its share of the round's total, and one for the unexplained rest."""
     known = dict(measured)
     known["event loop and the rest"] = total_cpu_s - sum(measured.values())
     known["the whole round"] = total_cpu_s

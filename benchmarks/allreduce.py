@@ -201,7 +201,7 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def grid_ratio(rows: Sequence[Row]) -> float | None:
-    """Bytes that a peer of the grid sent, over what the formula says for one flat group of as many."""
+    """Ratio of the bytes that a peer of the grid sent to the formula's bytes for one flat group."""
     for row in rows:
         if row["what"] == f"Shoal int8, groups of {_GRID_SIDE}":
             flat = flat_bytes("int8", elements_of(row["elements"]), row["peers"])
@@ -213,7 +213,7 @@ def grid_ratio(rows: Sequence[Row]) -> float | None:
 
 
 def systems_of(options: Any) -> list[list[System]]:
-    """Return the measured systems, those together whose figures are compared."""
+    """Return the measured systems in groups whose figures are compared."""
     rounds = _SETTLING_ROUNDS + options.rounds
     groups = []
     for elements in options.sizes:

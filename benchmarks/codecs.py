@@ -73,7 +73,7 @@ def chunks_of(values: Tensor, chunk: int) -> list[Tensor]:
 
 
 class Bench:
-    """The values, cut into chunks, and the thread pool that codes them."""
+    """Values cut into chunks, and the thread pool that encodes and decodes them."""
 
     def __init__(self, values: Tensor, chunk: int, threads: int) -> None:
         self.values = chunks_of(values, chunk)
@@ -193,7 +193,7 @@ def measure(subjects: list[Subject], bench: Bench, repeat: int) -> dict[Key, dic
 
 
 def rows_of(subjects: list[Subject], figures: dict[Key, dict[str, float]], data: list[Tensor]) -> list[dict[str, Any]]:
-    """The table, the copy first; ``data``: the normal values and the gradient."""
+    """Make the table, the plain copy first. ``data``: normal values and a gradient."""
     rows: list[dict[str, Any]] = []
     errors = {(one.codec, one.path): [relative_error(one, values) for values in data] for one in subjects}
     for (codec, path), figure in figures.items():

@@ -64,7 +64,7 @@ def machine() -> dict[str, Any]:
 
 
 def end_on_sigterm() -> None:
-    """As by an exception, so that no process or namespace stays behind."""
+    """Exit on SIGTERM by an exception, so that processes and namespaces are cleaned up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
@@ -88,7 +88,7 @@ def elements_of(size: str) -> int:
 
 
 def size_of(elements: int) -> str:
-    """The other way round: 10_000_000 is ``10M``."""
+    """Format a number of elements: 10_000_000 is ``10M``."""
     return f"{elements / 1e6:g}M" if elements >= 10**5 else f"{elements}"
 
 

@@ -61,7 +61,7 @@ patience_s = 4
 
 
 class Growth:
-    """The most that a process has in memory, above what it had at the beginning."""
+    """Growth of a process's memory: its peak above what it had at the beginning."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._before_bytes, self.most_bytes = pid, rss_bytes(pid), 0

@@ -1,4 +1,4 @@
-"""Petals' rule for who serves which blocks, on the planner's inputs: what the plan is compared with.
+"""Petals' rule for the placement of blocks, on the planner's inputs, to compare the plan with.
 
 Borzunov et al. 2022, arXiv:2209.01188: a server that joins takes as many consecutive blocks as it has memory for, where
 the sorted throughputs of the blocks are least; servers move likewise once the swarm has got unbalanced. Here a block is
@@ -45,7 +45,7 @@ def greedy(table: SpanTable, order: Sequence[int], most_blocks: int | None = Non
 
 
 def where_least(table: SpanTable, load: NDArray[np.float64], peer: int, most_blocks: int | None) -> int:
-    """The index of the span that this server takes, beside others with that load; -1 if none fits."""
+    """Index of the span that this server takes, given the others' load; -1 if none fits."""
     lengths = table.last - table.first + 1
     fits = table.rates[peer] > 0
     if most_blocks is not None:

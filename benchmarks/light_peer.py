@@ -223,7 +223,7 @@ class LightPeer:
     # Messages -----------------------------------------------------------------------------------------------
 
     async def _request(self, message: Message) -> bytes:
-        """The answer's bytes; a view in it is taken in on arrival. Asks again when no answer comes, as members do."""
+        """Send a request until it is answered, as members do; returns the answer. A view in it is read on arrival."""
         name, start = type(message).__name__.removeprefix("PeerToCoordinator"), time.monotonic()
         while time.monotonic() < start + _GIVE_UP_S:
             number = next(self._numbers)
@@ -291,7 +291,7 @@ def _trains(view: Glance, number: int) -> bool:
 
 
 async def _answer_ping(listening: zmq.asyncio.Socket) -> None:
-    """The coordinator dials back to learn whether a member can be reached."""
+    """Answer the ping with which the coordinator checks that a member can be reached."""
     while True:
         routing, data = await listening.recv_multipart()
         await listening.send_multipart([routing, encode(Envelope("reply", decode(data).number, PeerToPeerPong()))])

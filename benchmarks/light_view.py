@@ -1,4 +1,4 @@
-"""The fields of a view that a light peer reads, and its memory of its rounds."""
+"""Fields of a view that a light peer reads, and its record of its rounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RoundTimes:
 
 @dataclass
 class Glance:
-    """The fields of a view that a light peer lives by; ``parts`` is 0 without a plan."""
+    """Fields of a view that a light peer acts on; ``parts`` is 0 without a plan."""
 
     epoch: int = 0
     sequence: int = -1
@@ -46,7 +46,7 @@ class Record:
 
 
 def glance(view: msgpack.Unpacker) -> Glance:
-    """Read a view whose map comes next."""
+    """Read the fields from an unpacker whose next object is a view."""
     seen, closes_in_s = Glance(), None
     for _ in range(view.read_map_header()):
         match view.unpack():

@@ -58,7 +58,7 @@ class Pace:
         self.start_s = 0.0
 
     def introduce(self, about: Any) -> list[Any]:
-        """Tell what the others have to know, and learn it of all of them, in the script's order."""
+        """Exchange introductions with all peers, in the script's order."""
         self._pipe.send(about)
         told: list[Any] = self._pipe.recv()
         return told
@@ -79,7 +79,7 @@ class Pace:
 
     @property
     def in_all_bytes(self) -> int | None:
-        """Most that memory rose in this round above what it was before the first; after ``done``."""
+        """Peak memory of this round above what it was before the first round; call it after ``done``."""
         return self._memory.risen_in_all_bytes()
 
     def report(self, lap: Lap) -> None:
@@ -125,7 +125,7 @@ class Helper:
 
 
 class Pack:
-    """The peers as the script sees them."""
+    """The script's connections to its peers."""
 
     def __init__(self, peers: list[Helper]) -> None:
         self._peers = peers

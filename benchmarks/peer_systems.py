@@ -1,4 +1,4 @@
-"""The systems that Shoal is measured beside, each with the same vectors and in step with the same clock.
+"""Systems that Shoal is compared with, on the same vectors and in step with the same clock.
 
 Gloo: ``torch.distributed.all_reduce`` of float32 in the clear, between processes that never may die. Hivemind: its
 ``DecentralizedAverager`` with a DHT of its own on every peer, where it is installed.

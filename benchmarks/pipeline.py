@@ -63,7 +63,7 @@ REFILL_WITHIN = 6
 
 
 def measured(case: Case, limit_s: float) -> Row:
-    """The throughput of one pipeline."""
+    """Measure the throughput of one pipeline."""
     with tempfile.TemporaryDirectory() as folder:
         with Pipeline(Path(folder), case, limit_s) as pipeline:
             verdicts = pipeline.wait_for_rounds(case.rounds)[: case.rounds]
@@ -114,7 +114,7 @@ def bound_refilled(pipeline: Pipeline, others: Sequence[Peer], victim: Peer) -> 
 
 
 def predicted(pipeline: Pipeline) -> float:
-    """By the planner, of what the peers told it."""
+    """Throughput that the planner predicts from the peers' measurements."""
     told = [next(one for one in peer.read() if one["event"] == "capability") for peer in pipeline.peers]
     fields = ("peer", "memory_bytes", "layer_s", "bandwidth_bps", "rtt_s", "holds_all")
     peers = [PeerCapability(**{name: one[name] for name in fields}) for one in told]

@@ -1,4 +1,4 @@
-"""The figures of ``pipeline.py``, from what its processes noted down. Pure."""
+"""Figures of ``pipeline.py``, computed from the notes of its processes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def recovered_s(moments: Sequence[float], killed_s: float, before: float, window
 
 
 def ratios_of(rows: Sequence[Row]) -> dict[str, float | None]:
-    """The goals' figures; of several rows the worst; None where there is no such row."""
+    """Figures for the goals: of several rows the worst; None without a row."""
 
     def of(what: str, column: str) -> list[float]:
         return [row[column] for row in rows if row["what"] == what and row.get(column) is not None]

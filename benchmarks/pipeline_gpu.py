@@ -70,7 +70,7 @@ class Unsplit:
             self._work.step(len(batch), 1.0)
 
     def gradient(self) -> Tensor:
-        """The mean of what was trained, (n,) float32."""
+        """Return the mean gradient, (n,) float32."""
         return self._work.contribution(torch.zeros(0))
 
 
@@ -86,7 +86,7 @@ class Side:
     inbox: SimpleQueue[tuple[Key, Future[Tensor]] | None] = field(default_factory=SimpleQueue)
 
     def take(self) -> tuple[Key, Tensor]:
-        """Return what came first, once it is unpacked."""
+        """Return the tensors that arrived first, unpacked."""
         found = self.inbox.get()
         if found is None:
             raise _OtherFailed
@@ -95,7 +95,7 @@ class Side:
 
 
 class TwoStages:
-    """The model in two, each stage with threads of its own."""
+    """The model in two stages, each with its own threads."""
 
     def __init__(self, recipe: GptRecipe, device: torch.device, precision: str, codec: Codec, in_flight: int) -> None:
         layered, self._recipe, self._in_flight = recipe.layers(1), recipe, in_flight
@@ -110,7 +110,7 @@ class TwoStages:
             self._sides.append(Side(number, stage, vector, compute, Staging(device, codec)))
 
     def train(self, batches: Sequence[Tensor]) -> None:
-        """As two peers would. Raises what one of them raises."""
+        """Train as two peers would. Raises the error of either."""
         stops = [sum(len(one) for one in batches[: number + 1]) for number in range(len(batches))]
         keys = [Key(0, stop - len(batch), stop) for stop, batch in zip(stops, batches, strict=True)]
         samples = dict(zip(keys, batches, strict=True))
@@ -124,7 +124,7 @@ class TwoStages:
                 one.result()
 
     def gradient(self) -> Tensor:
-        """The mean of what was trained, (n,) float32."""
+        """Return the mean gradient, (n,) float32."""
         return torch.cat([side.stage.work.contribution(torch.zeros(0)) for side in self._sides])
 
     def _run(
@@ -147,7 +147,7 @@ class TwoStages:
                 other.inbox.put(None)
 
     def _drive(self, side: Side, samples: dict[Key, Tensor], send: Callable[[Key, Tensor], None]) -> None:
-        """The first stage: as many forward as may be under way, but what came back first."""
+        """Run the first stage: forward up to the limit in flight; gradients that came back go first."""
         waiting, under_way = deque(samples), 0
         while waiting or under_way:
             if waiting and under_way < self._in_flight and side.inbox.empty():
@@ -162,7 +162,7 @@ class TwoStages:
                 under_way -= 1
 
     def _answer(self, side: Side, samples: dict[Key, Tensor], send: Callable[[Key, Tensor], None]) -> None:
-        """The last stage."""
+        """Run the last stage."""
         for _ in samples:
             key, given = side.take()
             side.compute.forward(key, given)
@@ -227,7 +227,7 @@ def measured(recipe: GptRecipe, precision: str, options: argparse.Namespace) -> 
 
 
 def ratios_of(rows: Sequence[Row]) -> dict[str, float | None]:
-    """With what a run file has by default on a GPU, and with nothing rounded."""
+    """Ratios for a run file's defaults on a GPU, and for a run that rounds nothing."""
     found = {(row["precision"], row["activations"]): row["stages / unsplit"] for row in rows}
     return {RATIO: found.get(("bfloat16", "int8")), f"{RATIO}_float32": found.get(("float32", "float32"))}
 

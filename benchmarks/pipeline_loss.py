@@ -55,7 +55,7 @@ class _Summed:
 
 
 class Chain:
-    """All stages of the model. ``codec``: of what goes between two of them."""
+    """All stages of the model in a chain. ``codec``: for tensors between two stages."""
 
     def __init__(self, recipe: GptRecipe, seed: int, codec: Codec) -> None:
         self._recipe, self._codec, self._seed = recipe, codec, seed
@@ -112,7 +112,7 @@ class Chain:
 
 
 def held_out_losses(codec: str, seeds: Sequence[int], steps: int, samples: int = 256) -> list[float]:
-    """Nats a token after so many steps, by seed."""
+    """Held-out losses in nats a token after ``steps`` steps, by seed."""
     recipe = GptRecipe(SETTINGS, DataSection(source="stdlib"))
     losses = []
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""Memory of a pipeline's peers in whole rounds, as the system counts it, beside what the plan says."""
+"""Memory of a pipeline's peers in whole rounds: as the system counts it, and as the plan predicts it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def peak_bytes(child: Child) -> int:
 
 
 def measured(width: int, optimizer: str, codec: str, folder: Path) -> list[dict[str, Any]]:
-    """A row for each peer: its span, its peak, what the plan says. Raises ``RuntimeError`` for a run that fails."""
+    """Make a row for each peer: its span, peak memory, and the plan's. Raises ``RuntimeError`` if the run fails."""
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(toml(width, optimizer, codec))
     run = parse_run_file(toml(width, optimizer, codec))

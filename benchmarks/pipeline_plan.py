@@ -29,7 +29,7 @@ BOUND_STEPS = 60
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of swarm, by what is scarce: memory or bandwidth."""
+    """Kind of swarm by its scarce resource, memory or bandwidth."""
 
     name: str
     memory: tuple[float, float]
@@ -139,7 +139,7 @@ def cases(sizes: Iterable[int], seeds: int) -> Iterable[tuple[Kind, int, int, in
 
 
 def ratios_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The worst of all rows that have a figure."""
+    """Figures for the goals: the worst of all rows that have one."""
     names = ("optimal", "greedy", "bound")
     figures = {name: [row[f"vs {name}"] for row in rows if row[f"vs {name}"] is not None] for name in names}
     return {f"plan_vs_{name}": min(of_all, default=None) for name, of_all in figures.items()}

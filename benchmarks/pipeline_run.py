@@ -1,4 +1,4 @@
-"""The processes of ``pipeline.py``: a host and the peers of one pipeline, started, heard by their notes, killed."""
+"""Processes of ``pipeline.py``: the host and the peers of one pipeline, which report by notes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ patience_s = {PATIENCE_S}
 
 
 class Peer(Running):
-    """A process of one peer, and what it notes."""
+    """A peer's process and its notes."""
 
     def __init__(self, name: str, slowness: float, command: list[str], folder: Path, deadline_s: float) -> None:
         self.slowness = slowness
@@ -106,7 +106,7 @@ class Peer(Running):
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The stages that it holds, or held last."""
+        """Stages that the peer holds, or held last."""
         spans = [one for one in self.look() if one["event"] == "span"]
         return (spans[-1]["first"], spans[-1]["last"]) if spans else None
 
@@ -159,7 +159,7 @@ class Pipeline:
         return list({one["round"]: one for one in verdicts}.values())
 
     def wait_for_rounds(self, rounds: int) -> list[Event]:
-        """Until so many are committed."""
+        """Wait until that many rounds are committed."""
         while len(found := self.committed()) < rounds:
             if time.monotonic() > self.deadline_s:
                 logs = "\n".join(f"{one.name}:\n{one.text()[-1500:]}" for one in self._all)

@@ -1,6 +1,6 @@
-"""Time of a round's bytes over plain TCP: every peer sends everybody else as many at once, and nothing more.
+"""Time of a round's bytes over plain TCP: every peer sends that many to each other peer at once.
 
-No encryption, no chunks, no plan: the reference for what a round over the same links can reach at all.
+Without encryption, chunks or a plan: the lower bound for a round over the same links.
 """
 
 from __future__ import annotations

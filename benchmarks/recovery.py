@@ -82,7 +82,7 @@ def visits_of(events: Sequence[Event]) -> list[Span]:
 
 
 def token_s(rounds: Sequence[tuple[Span, int]], visits: Sequence[Span]) -> tuple[list[float], list[float]]:
-    """Seconds a token of the rounds without any visit, and of those with some of one."""
+    """Seconds a token in rounds without a visit, and in rounds with one."""
     without: list[float] = []
     beside: list[float] = []
     for (start, end), tokens in rounds:
@@ -105,7 +105,7 @@ def stall_row(elements: int, stalls: Sequence[Event], saved_bytes: int) -> Row:
 
 
 def ratios_of(rows: Sequence[Row]) -> dict[str, float | None]:
-    """The goals' figures; None where there is no such row."""
+    """Figures for the goals; None without a row."""
 
     def of(what: str, elements: str | None = None, column: str = "s") -> tuple[float | None, float | None]:
         for row in rows:
@@ -156,7 +156,7 @@ def measure_joins(site: Site, elements: int, options: Any) -> Row:
 
 
 def bytes_alone_s(state_bytes: int) -> float:
-    """Measure how long so many bytes take as one sealed stream; of few, their share of more."""
+    """Measure the time of that many bytes as one sealed stream; few bytes are scaled from more."""
     chunks = max(_FEWEST_CHUNKS, math.ceil(state_bytes / CHUNK))
     return measure(shoal_end, chunks)[0] * state_bytes / (chunks * CHUNK)
 
@@ -231,7 +231,7 @@ def measure_coordinator(site: Site, elements: int, options: Any) -> Row:
 
 
 def measure_peer(site: Site, elements: int, options: Any) -> Row:
-    """Killed as the others begin to fetch what it contributes."""
+    """Measure a peer that is killed when the others begin to fetch its contribution."""
     to_verdict = []
     for _ in range(options.repeats):
         victim = site.peer("die")
