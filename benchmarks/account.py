@@ -17,8 +17,9 @@ import torch
 from common import publish, size_of
 from torch import Tensor
 
-from shoal.compression.codec_map import CodecMap, get_codec_map
+from shoal.compression.codec_map import CodecMap
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.formats import named_format_map
 from shoal.compression.kernels import loader
 from shoal.compression.weighted_mean import WeightedMean
 from shoal.swarm.averaging.results import part_digest
@@ -118,7 +119,7 @@ class _Bench:
 def steps(codec: str, elements: int, peers: int) -> dict[str, float]:
     """CPU seconds of each step for all peers together."""
     torch.set_num_threads(1)
-    codec_map = get_codec_map(codec)
+    codec_map = CodecMap(named_format_map(codec))
     for thread in loader.compile_ahead(codec_map.kernels):
         thread.join()
     bench = _Bench(codec_map, elements, peers)

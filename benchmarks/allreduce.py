@@ -27,7 +27,8 @@ from peer_systems import gloo_peer, has_hivemind, hivemind_peer
 from round_case import Case
 from shoal_round import Measured, measure
 
-from shoal.compression.codec_map import get_codec_map
+from shoal.compression.codec_map import CodecMap
+from shoal.compression.formats import named_format_map
 from shoal.swarm.coordinator.round_plan import chunk_elements
 
 _GRID_SIDE = 4
@@ -149,7 +150,7 @@ def in_turns(systems: Sequence[System], turns: int, limit_s: float) -> Iterator[
 
 def flat_bytes(codec: str, elements: int, peers: int) -> float:
     """Return the bytes that a peer of one flat group sends: 2 (N - 1) / N times the encoded vector, chunk by chunk."""
-    codec_map, chunk = get_codec_map(codec), chunk_elements(elements, peers)
+    codec_map, chunk = CodecMap(named_format_map(codec)), chunk_elements(elements, peers)
     whole = sum(
         codec_map.contribution(start, min(start + chunk, elements)).packed_bytes(min(chunk, elements - start))
         for start in range(0, elements, chunk)

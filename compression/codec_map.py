@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ from shoal.compression.formats import (
     CodecFormat,
     FormatMap,
     SegmentedFormat,
-    Shapes,
     TopKFormat,
-    named_format_map,
 )
 from shoal.compression.registry import codec_of
 
@@ -49,11 +47,6 @@ class CodecMap:
     def result(self, start: int, stop: int, members: int) -> Codec:
         """The codec of the mean of up to ``members`` contributions in [start, stop)."""
         return _codec(self.formats.result(start, stop, members))
-
-
-def get_codec_map(name: str, options: Mapping[str, Any] | None = None, shapes: Shapes = ()) -> CodecMap:
-    """Return the codec map called ``name``: see ``formats.named_format_map``. Raises CodecError as that does."""
-    return CodecMap(named_format_map(name, options, shapes))
 
 
 def _codec(form: CodecFormat) -> Codec:

@@ -58,7 +58,7 @@ class RecordSource:
 
 
 class RecordArchive:
-    """Writes what rounds commit and serves it (an ``Archive``). On the event loop; files are accessed in worker
+    """Writes what rounds commit and serves it (a ``ResultArchive``). On the event loop; files are accessed in worker
     threads.
 
     ``state_vectors``: vectors of the model's size in a state. Records that are together smaller than a state are kept
@@ -100,7 +100,7 @@ class RecordArchive:
         return found
 
     def keep(self, store: ResultStore, verdict: Verdict) -> None:
-        """See ``Archive.keep``."""
+        """See ``ResultArchive.keep``."""
         self._from_memory.add(verdict.round)
         if self._waiting >= _MAX_WAITING:
             log.debug("round %d is not kept: the disk is busy with those before", verdict.round)
@@ -110,7 +110,7 @@ class RecordArchive:
         self._tasks.create_task(self._write(verdict, store.held_chunks))
 
     def take_over(self, number: int) -> None:
-        """See ``Archive.take_over``."""
+        """See ``ResultArchive.take_over``."""
         self._from_memory.discard(number)
         if number in self._offered:
             self._publish(self._offered[number])

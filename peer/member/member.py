@@ -28,7 +28,7 @@ from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.outcome import Outcome, RoundOffer
+from shoal.swarm.averaging.outcome import RoundOffer, RoundOutcome
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, Superseded
@@ -405,7 +405,7 @@ class LocalMember:
         assert self._averager is not None, "prepare_averaging comes first"
         return self._averager
 
-    async def average(self, offer: RoundOffer) -> Outcome:
+    async def average(self, offer: RoundOffer) -> RoundOutcome:
         return await self._guarded(self.averager.average(offer))
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:

@@ -36,7 +36,7 @@ from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.norm_claims import ranges
-from shoal.swarm.averaging.outcome import Aborted, Committed, Outcome, Resync, RoundOffer
+from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOffer, RoundOutcome
 from shoal.swarm.errors import CorpusError, NotAdmitted
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.rounds import Verdict
@@ -60,7 +60,7 @@ class LocalState:
 
     def tree(self) -> dict[str, Any]:
         """Return all of it by reference, see ``local_state_tree``."""
-        carried = self._member.averager.carried
+        carried = self._member.averager.round_feedback.carried
         return {**local_state_tree(self._optimizer, self._model, carried), **self._samples.counters()}
 
     def take_up(self, checkpoint: Checkpoint, state: AnchorState) -> bool:
@@ -79,7 +79,7 @@ class LocalState:
         if carried is None or state is not checkpoint.state or self._member.client.view.plan is not None:
             return False
         try:
-            self._member.averager.restore(carried)
+            self._member.averager.round_feedback.restore(carried)
         except CodecError as error:
             log.warning("the checkpoint's residual cannot be used, so this peer goes on without it: %s", error)
             return False
@@ -116,7 +116,7 @@ class _Exchange:
     """Contribution to ``round`` that is being averaged on the network thread."""
 
     round: int
-    outcome: futures.Future[Outcome]
+    outcome: futures.Future[RoundOutcome]
 
 
 class TrainingReplica:
@@ -216,7 +216,7 @@ class TrainingReplica:
             self._member.agreed_state(own, shape, folder, self._emit, self._missed, self._start), interruptible=True
         )
         if before is not None and _is_undone(before, self._state):
-            self._member.averager.forget_residual()
+            self._member.averager.round_feedback.forget()
         found = None if afresh else own.checkpoint
         view = self._member.client.view
         self._verdict = view.verdict if view.anchor_version == self._state.version else None
@@ -277,7 +277,7 @@ class TrainingReplica:
         if word != "go on":
             raise self._divergence.as_error(word)
         self._divergence.clear()
-        self._member.averager.forget_residual()  # the residual of undone rounds may have diverged, too
+        self._member.averager.round_feedback.forget()  # the residual of undone rounds may have diverged, too
 
     def step(self, samples: int, lr_factor: float) -> None:
         """Take a local step with the gradients at the model's parameters, those of a mean loss over ``samples``."""

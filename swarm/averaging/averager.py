@@ -1,31 +1,28 @@
-"""One member's way through the end of a round: ready, exchange, report, verdict; level-triggered on the view.
+"""End of a round on one member: ready, exchange, report, verdict.
 
-Whatever was announced while this member looked away, the view tells it where the round is now, so a coordinator
-that restarts, or a push that was lost, changes nothing but the time it takes.
+Every step follows from the coordinator's current view, not from a message, so a coordinator that restarts or a view
+that is lost costs nothing but time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 from torch import Tensor
 
 from shoal.compression.codec_map import CodecMap
-from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.formats import CodecError
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
-from shoal.swarm.averaging.chunk_header import may_hold
-from shoal.swarm.averaging.norm_claims import claim_of, ranges
-from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
+from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOffer, RoundOutcome
 from shoal.swarm.averaging.prefetch import Prefetch, PrefetchManager
-from shoal.swarm.averaging.result_fetch import ensure_part
-from shoal.swarm.averaging.results import Archive, PublishedResults, ResultDecoder, ResultStore
+from shoal.swarm.averaging.result_fetch import complete_results
+from shoal.swarm.averaging.results import PublishedResults, ResultArchive, ResultDecoder, ResultStore
+from shoal.swarm.averaging.round_feedback import RoundFeedback
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
@@ -35,20 +32,8 @@ from shoal.swarm.transport.node import Endpoint
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Late:
-    """A contribution whose round was committed without it; its samples are still ours while ``joins`` is current."""
-
-    contribution: Tensor
-    norms: Sequence[float]
-    weight_tokens: int
-    joins: int
-
-
 class Averager:
-    """Carries the residual, what came too late, and the recent results from round to round.
-
-    ``archive``: where those of committed rounds go, if anywhere."""
+    """One member's rounds, one after the other; keeps the residual and the recent results between them."""
 
     def __init__(
         self,
@@ -56,51 +41,35 @@ class Averager:
         endpoint: Endpoint,
         codec_map: CodecMap,
         elements: int,
-        archive: Archive | None = None,
+        archive: ResultArchive | None = None,
     ) -> None:
-        self._decay = client.run_file.averaging.residual_decay
-        self.feedback = ErrorFeedback(elements, self._decay)
+        """``archive``: where the results of committed rounds go, if anywhere."""
+        self.round_feedback = RoundFeedback(elements, client.run_file.averaging.residual_decay)
         self.activity = ""
         self.on_exchange: Callable[[bool], object] = bool
-        """Told when an exchange begins here and when it has ended: what else uses the link can wait."""
+        """Called with True when an exchange begins and False when it has ended, so that other traffic can wait."""
         self._client = client
         self._endpoint = endpoint
         self._codec_map = codec_map
         self._buffers = RoundBuffers()
         self._elements = elements
         self._archive = archive
-        self._residual_weight = 0
-        self._late: _Late | None = None
-        self._stores = PublishedResults(self._endpoint, archive)
+        self._stores = PublishedResults(endpoint, archive)
         self._exchange: AllReduce | None = None
-        self.prefetch_manager = PrefetchManager(client, self._endpoint, codec_map, self._buffers)
-        """To be run beside everything else: rounds are begun with before ``average`` is called for them."""
+        self.prefetch_manager = PrefetchManager(client, endpoint, codec_map, self._buffers)
+        """Its ``run`` is a task beside everything else: it begins exchanges before ``average`` is called."""
         self._prefetch: Prefetch | None = None
         self._is_offered = False
         self._joins = 0
         self._claim = b""
-        self._ranges = ranges(elements)
-        self._measuring: asyncio.Future[list[float]] | None = None
-
-    @property
-    def carried(self) -> CarriedResidual:
-        """What belongs to the state that the last verdict made; not while ``average`` runs. The residual is our own
-        memory: copy it before the next round."""
-        return CarriedResidual(self.feedback.residual, self._residual_weight)
-
-    def restore(self, carried: CarriedResidual) -> None:
-        """Go on from what was saved. Raises ``CodecError`` when that is not finite."""
-        assert carried.residual.numel() == self._elements
-        self.feedback.load(carried.residual)
-        self._residual_weight = carried.weight_tokens
 
     @property
     def chunks_moved(self) -> int:
-        """Result chunks made or received so far: what the heartbeat shows as progress."""
+        """Result chunks made or received so far, which heartbeats report as progress."""
         return self._stores.moved
 
-    async def average(self, offer: RoundOffer) -> Outcome:
-        """Take part in the round's end, or at least in its outcome; returns when the verdict is known."""
+    async def average(self, offer: RoundOffer) -> RoundOutcome:
+        """Take part in a round from ``ready`` to its verdict; returns what the verdict means for this member."""
         self._joins, self._is_offered, self._claim = self._client.joins, False, b""
         self._prefetch = self.prefetch_manager.take(offer.round)
         try:
@@ -111,25 +80,20 @@ class Averager:
         finally:
             await self._end_exchange()
             self.prefetch_manager.release()
-            self.feedback.discard()
+            self.round_feedback.discard()
             self._buffers.trim()
             self.activity = ""
         if isinstance(outcome, Resync):
-            self._late = None
-            if self._is_offered:  # some of the residual may be in a mean by now: it must not come twice
-                self.forget_residual()
+            self.round_feedback.late = None
+            if self._is_offered:  # a mean may include some of the residual, which must not be included twice
+                self.round_feedback.forget()
         return outcome
 
-    def forget_residual(self) -> None:
-        """What earlier rounds left is of work that others do again, or is spoilt. Not while ``average`` runs."""
-        self.feedback, self._residual_weight = ErrorFeedback(self._elements, self._decay), 0
-
-    async def _until_verdict(self, offer: RoundOffer, tasks: asyncio.TaskGroup) -> Outcome:
+    async def _until_verdict(self, offer: RoundOffer, tasks: asyncio.TaskGroup) -> RoundOutcome:
         client, number = self._client, offer.round
         if offer.weight_tokens:
-            await self._residual_measured()
-            offer = await in_thread(self._begin_with_late, offer)
-            self._begin_ahead(offer)
+            offer, self._claim = await self.round_feedback.begin(offer, self._joins)
+            self._send_ahead(offer)
         ready = PeerToCoordinatorRoundReady(
             round=number,
             anchor_version=offer.anchor_version,
@@ -152,7 +116,7 @@ class Averager:
             elif report is None:
                 report = await self._take_part(view, view.plan, offer, tasks)
             elif reported != (view.epoch, client.joins):
-                # Once to each coordinator and membership: a report counts as progress and delays the verdict.
+                # Once for each epoch and membership: a report counts as progress and delays the verdict.
                 reported = (view.epoch, client.joins)
                 await client.ask_view(report)
             else:
@@ -161,7 +125,7 @@ class Averager:
         return await self._conclude(view, offer)
 
     async def _wait(self, number: int) -> None:
-        """Until the view changes in something that matters here, or it is time to repeat ourselves."""
+        """Wait until the view's round, epoch, phase or plan changes, or it is time to repeat the last message."""
         before = self._client.view
         await self._client.wait_for(
             lambda view: (
@@ -171,82 +135,45 @@ class Averager:
         )
 
     def _is_planned(self, plan: RoundPlan, offer: RoundOffer) -> bool:
-        """Whether it is this offer that the plan counts on, not one of an earlier process or membership of ours."""
+        """Whether the plan includes this very offer, not one of an earlier process or membership of ours."""
         planned = {member.peer: (member.weight_tokens, member.norms) for member in plan.members}
         return planned.get(self._client.peer) == (offer.weight_tokens, self._claim) and _same_state(plan, offer)
 
-    # What we bring ------------------------------------------------------------------------------------------
-
-    def _begin(self, offer: RoundOffer) -> None:
-        """Begin the feedback's round, and make the claim of what we bring. Raises ``CodecError``.
-
-        Residuals make up for what a mean lacked, so they count with the weight that they had in it."""
-        weight, largest = offer.weight_tokens, math.hypot(*offer.norms)
-        try:
-            if self._residual_weight not in (0, weight):
-                self.feedback.scale(self._residual_weight / weight)
-            self._residual_weight = weight
-            self.feedback.begin(offer.contribution, largest)
-            self._claim = claim_of(offer.norms, self.feedback.residual_norms(self._ranges))
-        except CodecError:
-            self.forget_residual()
-            raise
-
-    async def _residual_measured(self) -> None:
-        """Returns when nobody reads the residual any more to measure it."""
-        if self._measuring is not None:
-            await asyncio.wait([self._measuring])
-            self._measuring = None
-
-    def _begin_with_late(self, offer: RoundOffer) -> RoundOffer:
-        """As ``_begin``, once for each offer. Returns it with what came too late before, weighted by their tokens."""
-        offer = self._with_late(offer)
-        self._begin(offer)
-        return offer
-
-    def _with_late(self, offer: RoundOffer) -> RoundOffer:
-        late = self._late
-        if late is None or late.joins != self._joins or late.weight_tokens > offer.weight_tokens:
-            return offer
-        share = late.weight_tokens / offer.weight_tokens
-        both = offer.contribution.mul_(1.0 - share).add_(late.contribution, alpha=share)
-        norms = [(1.0 - share) * one + share * other for one, other in zip(offer.norms, late.norms, strict=True)]
-        return replace(offer, contribution=both, norms=norms)
-
     # Exchange -----------------------------------------------------------------------------------------------
 
-    def _begin_ahead(self, offer: RoundOffer) -> None:
-        """Let others have what they ask for ahead, unless it is not all that we bring, as something came too late."""
-        one = self._prefetch
-        if one is not None and self._late is None and _same_state(one.plan, offer):
+    def _send_ahead(self, offer: RoundOffer) -> None:
+        """Let owners fetch chunks ahead of the plan, but not while a contribution of an earlier round waits to be
+        included."""
+        prefetch = self._prefetch
+        if prefetch is not None and self.round_feedback.late is None and _same_state(prefetch.plan, offer):
             self._is_offered = True
-            one.begin(self.feedback)
+            prefetch.begin(self.round_feedback.error_feedback)
 
-    async def _drop_head_start(self) -> None:
-        """Everything is as before it: nobody who goes by the plan has got anything of ours."""
+    async def _drop_prefetch(self) -> None:
+        """Close the prefetch and take the offer back: no owner of the plan has got any chunk of ours."""
         if self._prefetch is not None:
             await self._prefetch.close()
             self._prefetch, self._is_offered = None, False
-            self.feedback.discard()
+            self.round_feedback.discard()
 
     async def _take_part(
         self, view: RunView, plan: RoundPlan, offer: RoundOffer, tasks: asyncio.TaskGroup
     ) -> PeerToCoordinatorRoundReport | None:
-        """Exchange and make the report of it; None when the verdict came first."""
+        """Run the exchange and return its report; None when the verdict came first."""
         is_planned = self._is_planned(plan, offer)
         if self._prefetch is not None and not (is_planned and self._prefetch.has_chunks_of(plan)):
-            await self._drop_head_start()
+            await self._drop_prefetch()
         if not is_planned:
             nothing = (None,) * len(plan.parts)
             return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble="")
         self.activity = "averaging"
         client, self._is_offered = self._client, True
-        if not self.feedback.in_round:
-            await in_thread(self._begin, offer)
+        if not self.round_feedback.error_feedback.in_round:
+            await self.round_feedback.resume(offer)
         if self._prefetch is not None:
             if not (view.as_expected and self._prefetch.fits(plan)):
                 self._prefetch.context.close_streams(tasks)
-            self._prefetch.begin(self.feedback)
+            self._prefetch.begin(self.round_feedback.error_feedback)
         store = self._open_store(plan)
         self.on_exchange(True)
         exchange = self._exchange = self._all_reduce(store)
@@ -261,9 +188,9 @@ class Averager:
         return await in_thread(running.result().report, store, exchange.deliveries())
 
     def _all_reduce(self, store: ResultStore) -> AllReduce:
-        client = self._client
+        client, feedback = self._client, self.round_feedback.error_feedback
         return AllReduce(
-            self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away, self._prefetch
+            self._endpoint, store, client.peer, feedback, client.deadlines, client.was_away, self._prefetch
         )
 
     async def _end_exchange(self) -> None:
@@ -280,74 +207,51 @@ class Averager:
 
     # Verdict ------------------------------------------------------------------------------------------------
 
-    async def _conclude(self, view: RunView, offer: RoundOffer) -> Outcome:
+    async def _conclude(self, view: RunView, offer: RoundOffer) -> RoundOutcome:
         verdict, exchange = view.verdict, self._exchange
         await self._end_exchange()
-        # Whoever lags fetches the last committed round's bytes here: they are kept until the next one is committed.
+        # Members that lag behind fetch the last committed round's bytes here, so they stay until the next is committed.
         before = sorted(number for number in self._stores if number < offer.round)
         await self._stores.drop(*before[:-1])
         if verdict is None or verdict.round != offer.round:
             return Resync(f"the verdict of round {offer.round} was missed")
         if verdict.anchor_version < offer.anchor_version:
-            self.forget_residual()  # of work that others will do again
+            self.round_feedback.forget()  # it stems from work that others will repeat
             return Resync(verdict.reason)
         if not verdict.committed:
             await self._stores.drop(offer.round)
             return Aborted(verdict.reason, verdict)
         assert verdict.plan is not None
         if not _same_state(verdict.plan, offer):
-            return Resync("the others averaged on another state than ours")
+            return Resync("the other members averaged from another state than ours")
         self.activity = "applying"
         try:
             mean = await self._committed_mean(verdict, exchange)
         except LinkError as error:
-            return Resync(f"committed results of round {offer.round} cannot be had: {error}")
+            return Resync(f"nobody delivers the committed results of round {offer.round}: {error}")
         if self._archive is not None:
             self._archive.keep(self._stores[offer.round], verdict)
         await self._stores.drop(*before)
         planned = self._is_planned(verdict.plan, offer)
         if planned and exchange is None:
             exchange = self._all_reduce(self._stores[offer.round])
-        await in_thread(self._account, offer, exchange, planned)
-        # A pass over all of it, which the next claim needs: done while others train or apply, not when a round ends.
-        loop = asyncio.get_running_loop()
-        self._measuring = loop.run_in_executor(None, self.feedback.residual_norms, self._ranges)
+        ours = self._client.joins == self._joins
+        end = functools.partial(self.round_feedback.end, planned=planned, ours=ours)
+        await in_thread(end, offer, exchange, self._joins)
+        self.round_feedback.measure()
         return Committed(mean, verdict, included=planned)
 
-    def _account(self, offer: RoundOffer, exchange: AllReduce | None, planned: bool) -> None:
-        """What of ours is not in the committed mean stays for the next one, unless others train on our samples now.
-
-        ``exchange``: ours; one that has not run, if the verdict came first, as others may have got something ahead."""
-        ours = self._client.joins == self._joins
-        if not planned:
-            self.feedback.discard()
-        elif ours and not self.feedback.in_round:
-            self._begin(offer)
-        if exchange is not None and self.feedback.in_round:
-            exchange.settle(keep=ours)
-            self.feedback.commit()
-        if planned:
-            self._late = None
-        elif offer.weight_tokens and ours:
-            self._late = _Late(offer.contribution, offer.norms, offer.weight_tokens, self._joins)
-
     async def _committed_mean(self, verdict: Verdict, exchange: AllReduce | None) -> Tensor:
-        """The decoded mean of the committed bytes, fetched from whoever has what we lack. Raises ``LinkError``.
+        """Return the decoded mean; committed chunks that we lack are fetched. Raises ``LinkError``.
 
-        ``exchange``: ours, which has been decoding."""
+        ``exchange``: ours, which has decoded some of it already."""
         plan = verdict.plan
         assert plan is not None
         if plan.parts[-1].stop != self._elements:
-            raise LinkError("the plan is for a model of another size")
+            elements = plan.parts[-1].stop
+            raise LinkError(f"the plan is for a model of {elements} parameters; ours has {self._elements}")
         store = self._stores.get(plan.round) or self._open_store(plan)
-        members = range(len(plan.members))
-        for part, digest in zip(plan.parts, verdict.digests, strict=True):
-            if digest is None:
-                store.drop(part)
-            elif not store.holds(part, digest):
-                near = dict.fromkeys([*may_hold(plan, part), *members])
-                others = [plan.members[one].peer for one in near if plan.members[one].peer != self._client.peer]
-                await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines)
+        await complete_results(self._endpoint, store, verdict, self._client.peer, self._client.deadlines)
         return await in_thread(ResultDecoder(store).finish if exchange is None else exchange.decoder.finish)
 
 

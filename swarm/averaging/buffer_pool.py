@@ -1,7 +1,7 @@
-"""Memory for chunks, used again round after round: the first touch of fresh pages costs more than what is written.
+"""Buffer pool for chunks, reused round after round: touching fresh pages costs more than writing their contents.
 
-Chunks are of another size in each round, as links are seen to be slower or faster, so what comes back is not kept by
-size: chunks lie side by side in large segments, and neighbours that are free are one free range.
+Chunk sizes change from round to round with the measured links, so free memory is not kept by size: chunks lie side by
+side in large segments, and adjacent free ranges are merged.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _ALIGNMENT_BYTES = 64
 _SEGMENT_BYTES = 2**23 + 2**16  # two of the largest chunks, with their headers
 
 _Range = tuple[int, int, int]
-"""Number of a segment, and where in it the range starts and stops."""
+"""Segment number, start and stop within the segment."""
 
 
-class Buffers:
-    """Pool of memory that returns by itself once the last view of it is gone. For any thread."""
+class BufferPool:
+    """Pool of memory that is returned when the last view of it is garbage-collected. Thread-safe."""
 
     def __init__(self) -> None:
         self._segments: dict[int, np.ndarray] = {}
         self._free: list[_Range] = []  # for chunks; sorted, and no two are neighbours
-        self._free_vectors: list[_Range] = []  # segments of their own for what is larger
+        self._free_vectors: list[_Range] = []  # whole segments, each for one vector larger than a chunk
         self._leases: dict[_Range, weakref.ref[np.ndarray]] = {}
-        # What a garbage collection calls runs anywhere, also within a lease: it only leaves word.
+        # The garbage collector may call back within a lease, which holds the lock: the callback only appends here.
         self._returned: deque[_Range] = deque()
         self._lock = threading.Lock()
         self._numbers = 0
@@ -40,22 +40,21 @@ class Buffers:
         self._used_bytes = self._most_used_bytes = 0
 
     def take(self, size_bytes: int, header_bytes: int = 0) -> memoryview:
-        """Return ``size_bytes`` uninitialised bytes; those after the header begin a cache line."""
+        """Return ``size_bytes`` uninitialised bytes; the first byte after the header is aligned to a cache line."""
         lead = -header_bytes % _ALIGNMENT_BYTES
         return self._lease(lead + size_bytes)[lead : lead + size_bytes]
 
     def floats(self, n: int) -> Tensor:
-        """Return an uninitialised ``(n,) float32`` that begins a cache line."""
+        """Return an uninitialised ``(n,) float32``, aligned to a cache line."""
         if n == 0:
             return torch.empty(0)
         return torch.frombuffer(self._lease(4 * n), dtype=torch.float32, count=n)
 
     def trim(self) -> None:
-        """Let go of segments that nothing has been in since the last time, as long as a quarter more is left than was
-        in use at once.
+        """Free segments that were not used since the last call, but keep a quarter more than the peak of bytes in use.
 
-        Their bytes alone say too little: chunks do not fill segments, and who lets go of one that the next round needs
-        has its pages fitted anew in every round."""
+        The peak alone would be too little, as chunks do not fill segments: a segment that the next round needs would be
+        freed, and its pages mapped anew, in every round."""
         with self._lock:
             self._take_back()
             enough = self._most_used_bytes + self._most_used_bytes // 4
@@ -70,7 +69,7 @@ class Buffers:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the process holds for this pool, in use or free."""
+        """Bytes that the pool holds, in use or free."""
         return sum(segment.nbytes for segment in self._segments.values())
 
     @property
@@ -91,12 +90,12 @@ class Buffers:
             self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
             leased = self._segments[number][start : start + size]  # every view of it keeps this one alive
             lease = number, start, start + size
-            # Without ``weakref.finalize``, which takes as long as all else here.
+            # A plain reference: ``weakref.finalize`` would double the time of a lease.
             self._leases[lease] = weakref.ref(leased, lambda _: self._returned.append(lease))
         return leased.data
 
     def _find(self, size: int) -> _Range:
-        """The first free range that will do, free no more; chunks leave whole vectors' segments alone."""
+        """Remove and return the first free range that is large enough; vectors have segments of their own."""
         if size > _SEGMENT_BYTES:
             for at, (_, _, stop) in enumerate(self._free_vectors):
                 if stop == size:
@@ -130,23 +129,25 @@ class Buffers:
 
 @dataclass(frozen=True)
 class RoundBuffers:
-    """A member's rounds' memory. ``results`` outlive their round, ``passing`` is whatever else a round needs: between
-    chunks that stay, those that go would leave gaps, of little use for the next round's, which are of another size."""
+    """Memory for a member's rounds: ``results`` outlive their round, ``passing`` is for everything else.
 
-    results: Buffers = field(default_factory=Buffers)
-    passing: Buffers = field(default_factory=Buffers)
+    In one pool, the chunks that are freed would leave gaps between those that stay, which the next round's chunks, of
+    another size, do not fit into."""
+
+    results: BufferPool = field(default_factory=BufferPool)
+    passing: BufferPool = field(default_factory=BufferPool)
 
     def trim(self) -> None:
-        """See ``Buffers.trim``."""
+        """See ``BufferPool.trim``."""
         self.results.trim()
         self.passing.trim()
 
     @property
     def held_bytes(self) -> int:
-        """See ``Buffers.held_bytes``."""
+        """See ``BufferPool.held_bytes``."""
         return self.results.held_bytes + self.passing.held_bytes
 
 
 def same_bytes(one: memoryview, other: memoryview) -> bool:
-    """Whether two views hold equal bytes; ``==`` on two views compares byte by byte, twenty times slower."""
+    """Whether two views hold equal bytes; ``==`` of two views compares byte by byte, twenty times slower."""
     return one is other or bytes(one) == bytes(other)

@@ -10,13 +10,14 @@ from shoal.compression.codec import Codec
 from shoal.swarm.protocol.rounds import Part, RoundPlan
 
 _OTHERS_FIRST = 2
-"""How many others are asked before members that a detour leads round: each may cost the time-out for results."""
+"""Most members that are asked before those to be avoided: each may cost the time-out for results."""
 
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """``included``: the members in the mean, in the plan's order; ``reduced_rows``: the rows that came into it as their
-    row reducer's partial, its own contribution as it was."""
+    """Members in a mean, ``included``, in the plan's order, and the rows that came into it as partial sums.
+
+    A row reducer's own contribution is in its partial sum exactly, not as encoded."""
 
     included: list[int] = field(default_factory=list)
     reduced_rows: list[int] = field(default_factory=list)
@@ -24,10 +25,11 @@ class ChunkHeader:
 
 @dataclass(frozen=True)
 class Group:
-    """Members whose contributions make one mean, row by row, as indices of the plan: all of it, or one of its rows.
+    """Members whose contributions make one mean, by row, as indices of the plan: all members, or one row.
 
-    ``weights`` are those of all members of the plan. A header has one bit a member and, if there are several rows, one
-    a row after them, whether it is in ``reduced_rows``; the lowest bit of the first byte is the first member's.
+    ``weights``: of all members of the plan. A packed header has one bit for each member of the group and then, if there
+    are several rows, one bit for each row that came as a partial sum; the first member has the lowest bit of the first
+    byte.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -41,7 +43,7 @@ class Group:
         return cls(tuple(map(tuple, rows)), tuple(member.weight_tokens for member in plan.members))
 
     def row(self, index: int) -> Group:
-        """One row as a group of its own: its mean is that row's partial."""
+        """Return one row as a group of its own: its mean is that row's partial sum."""
         return Group((self.rows[index],), self.weights)
 
     @cached_property
@@ -80,8 +82,8 @@ class Group:
 def holders(plan: RoundPlan, part: Part, me: int) -> list[int]:
     """Return the members to ask for the results of a part, in order: the row reducer, the owner, the stand-ins.
 
-    ``me`` among the stand-ins stands for making them oneself. Of those that the plan leads this member round by
-    ``detours``, others get the results all the same: they are asked before, and only then those, and oneself."""
+    ``me`` among the stand-ins means that this member makes the results itself. If the first of them is among the
+    member's ``detours``, other members that get the results are asked before it."""
     row_reducers = plan.row_reducers(part)
     first = row_reducers[plan.members[me].row] if row_reducers else part.owner
     usual = list(dict.fromkeys([*([first] if first != me else []), part.owner, *part.stand_ins]))
@@ -95,7 +97,7 @@ def holders(plan: RoundPlan, part: Part, me: int) -> list[int]:
 
 
 def may_hold(plan: RoundPlan, part: Part) -> list[int]:
-    """Return the members that get a part's results from its owner: the row reducers, and all of the owner's row."""
+    """Return the members that fetch a part's results from its owner: the row reducers and the owner's row."""
     row = plan.members[part.owner].row
     served = [index for index, member in enumerate(plan.members) if member.row == row]
     return list(dict.fromkeys([*plan.row_reducers(part), *served]))

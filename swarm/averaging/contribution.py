@@ -14,19 +14,20 @@ from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.types import Blob
 
 _ENCODED_AT_ONCE, _ENCODED_ELEMENTS = 4, 2**22
-"""Chunks, but not more elements: a turn of a worker thread costs about as much as a small chunk."""
+"""Chunks that are encoded at once, unless they have more elements: a worker's turn costs about as much as a small
+chunk."""
 
 
 def contribution_blob(plan: RoundPlan) -> Blob:
-    """Name of the contribution: whatever else a plan says, chunks of one size hold the same bytes."""
+    """Return the blob of a round's contributions: plans with the same chunk size have the same chunks."""
     return Blob(kind="contribution", number=plan.round, grid=plan.chunk_elements)
 
 
 class ContributionSource:
-    """Our contribution, encoded when an owner asks for a chunk, and once more for whoever asks again, as few do: what
-    was handed out is not kept, so the next chunks have its memory while caches hold it (a ``ChunkSource``).
+    """Chunks of our contribution, each encoded when its owner asks for it (a ``ChunkSource``).
 
-    It may be asked before there is a contribution: then chunks are waited for, until ``begin`` or ``close``."""
+    A chunk that was handed out is not kept, so that the next ones reuse its memory while it is in the cache; the few
+    that are asked for again are encoded again. Until ``begin`` or ``close``, requests wait."""
 
     def __init__(self, store: ResultStore) -> None:
         """``store``: of a plan with the same chunks."""
@@ -57,7 +58,7 @@ class ContributionSource:
                 wanted = range(index, index + 1) if index in self._handed_out else run
                 self._encoded |= await in_thread(self._encode, self._feedback, wanted)
             if self._closed:
-                raise BlobUnavailable(f"round {self._store.plan.round} is over, or went on without this")
+                raise BlobUnavailable(f"the contribution to round {self._store.plan.round} is not offered any more")
             self._handed_out.add(index)
             return self._encoded.pop(index)
 
@@ -71,7 +72,7 @@ class ContributionSource:
         return encoded
 
     async def close(self) -> None:
-        """Serve nothing more; returns when nothing is being encoded any more."""
+        """Serve nothing more; returns when no chunk is being encoded any more."""
         self._closed = True
         self._settled.set()
         for lock in list(self._locks.values()):

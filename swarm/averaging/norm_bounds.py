@@ -1,9 +1,9 @@
 """Bounds on contributions, partial sums and means that follow from the claimed norms of contributions.
 
-Whoever reduces leaves out contributions above their claims (``norm_claims.py``). A mean is bounded by the triangle
-inequality: ``norm(mean) <= sum(weight * factor * claim) / sum(weight)`` over the included members. Every bound allows
-for what codecs may add (``Codec.growth``, proven for each of them), so an honest member never exceeds it and nothing
-honest has to be scaled down: whatever is above a bound was made by a liar.
+Owners leave out contributions above their claims (``norm_claims.py``). A mean is bounded by the triangle inequality:
+``norm(mean) <= sum(weight * factor * claim) / sum(weight)`` over the included members. Every bound allows for what
+codecs may add (``Codec.growth``, proven for each of them), so only a dishonest member exceeds a bound, and no honest
+value is ever scaled down.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shoal.swarm.averaging.norm_claims import claimed_squares, range_elements
 from shoal.swarm.protocol.rounds import RoundPlan
 
 _ROUNDING = 1.01
-"""Of squares: what the rounding of float32, in codecs, sums over 1024 members and measured norms, can add is less."""
+"""Factor on squares, above what float32 rounding in codecs, sums of 1024 members and measured norms can add."""
 
 _SUBNORMAL = 2.0**-250
-"""Of squares, a value: codecs may round what is below the smallest normal float32 up to a multiple of it."""
+"""Added to squares for each value: codecs may round a subnormal float32 up to a multiple of the smallest normal one."""
 
 
 class NormBounds:
-    """All bounds are of squares. Values are the ``start <= i < stop`` of the contribution, any number of chunks."""
+    """Bounds on squared norms of values ``start <= i < stop``, any number of chunks, in one plan."""
 
     def __init__(self, plan: RoundPlan, codec_map: CodecMap) -> None:
         elements = plan.parts[-1].stop
@@ -36,20 +36,20 @@ class NormBounds:
         self._weights = np.array([float(member.weight_tokens) for member in plan.members])
         self.factors = tuple(member.factor for member in plan.members)
         self.pulls = tuple(float(member.weight_tokens) * member.factor for member in plan.members)
-        """Factor of each member's contribution in a sum; the mean divides it by the sum of weights."""
+        """Factor of each member's contribution in a sum of contributions, which is divided by the sum of weights."""
 
     def contribution(self, member: int, start: int, stop: int) -> float:
-        """Of what a member brings, before its codec makes it grow."""
+        """Bound on a member's contribution before encoding."""
         claim = float(self._squares[member, self._touched(start, stop)].sum())
         return _with_slack(claim, 1.0, stop - start)
 
     def partial_sum(self, included: Sequence[int], start: int, stop: int) -> float:
-        """Of a row's mean of these members, as its row reducer packs it."""
+        """Bound on a row's mean of these members as its row reducer encodes it."""
         return self._mean(included, start, stop, 1)
 
     def mean(self, included: Sequence[int], start: int, stop: int, *, with_partial_sums: bool) -> float:
-        """Of a mean of these members as its owner packs it. ``with_partial_sums``: some of them came as a packed
-        partial sum."""
+        """Bound on a mean of these members as its owner encodes it. ``with_partial_sums``: some came as partial sums,
+        which are encoded, too."""
         return self._mean(included, start, stop, 1 + with_partial_sums)
 
     def _mean(self, included: Sequence[int], start: int, stop: int, times_packed: int) -> float:
@@ -61,7 +61,7 @@ class NormBounds:
         return _with_slack(longest * longest, growth, stop - start)
 
     def _touched(self, start: int, stop: int) -> slice:
-        """The claimed ranges that have some of these values."""
+        """Return the claimed ranges that these values lie in."""
         return slice(start // self._step, math.ceil(stop / self._step))
 
 

@@ -1,4 +1,4 @@
-"""Offer of a member to a round, outcome of the round for it, and residual that it keeps for the next one."""
+"""Offer of a member to a round, outcome of the round for that member, and the residual that it carries on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shoal.swarm.protocol.types import SampleRange
 
 @dataclass(frozen=True)
 class RoundOffer:
-    """Contribution and claims that a member brings to a round.
+    """Contribution of a member to a round, and what it claims about it.
 
-    ``contribution``: (n,) float32 on the CPU; the averager may change it. ``norms``: of
-    its claimed ranges (``norms.norms_of``, ``norm_claims.ranges``); who made it has looked whether they are finite."""
+    ``contribution``: (n,) float32 on the CPU; the averager may overwrite it. ``norms``: norms of its claimed ranges
+    (``norms.norms_of``, ``norm_claims.ranges``), known to be finite."""
 
     round: int
     anchor_version: int
@@ -30,7 +30,9 @@ class RoundOffer:
 
 @dataclass(frozen=True)
 class Committed:
-    """Apply ``mean`` (n,) float32. ``included``: our samples count as trained on; else they are in our next offer."""
+    """The round was committed: apply ``mean``, (n,) float32.
+
+    ``included``: our samples count as trained on; otherwise the averager adds our contribution to the next offer."""
 
     mean: Tensor
     verdict: Verdict
@@ -39,7 +41,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Aborted:
-    """The round was aborted or reopened and changed nothing: keep the local work and continue training."""
+    """The round was aborted or reopened: keep the local work and continue training."""
 
     reason: str
     verdict: Verdict | None = None
@@ -47,20 +49,22 @@ class Aborted:
 
 @dataclass(frozen=True)
 class Resync:
-    """We missed something: drop the local work, join afresh and fetch the state. ``is_unusable``: what was offered was
-    at fault, as it cannot be packed."""
+    """This member has fallen out of step: drop the local work, join again and fetch the state.
+
+    ``is_unusable``: because our offer cannot be encoded."""
 
     reason: str
     is_unusable: bool = False
 
 
-Outcome = Committed | Aborted | Resync
+RoundOutcome = Committed | Aborted | Resync
 
 
 @dataclass(frozen=True)
 class CarriedResidual:
-    """Residual that a member takes into its next round. ``residual``: (n,) float32;
-    ``weight_tokens``: of the contributions that it stems from, 0 for none."""
+    """Residual that a member takes into its next round.
+
+    ``residual``: (n,) float32; ``weight_tokens``: the weight that it counts with, 0 if there is none yet."""
 
     residual: Tensor
     weight_tokens: int

@@ -1,8 +1,8 @@
-"""Prefetch: the exchange of contributions begins by the plan that is expected, before the real one is here.
+"""Prefetch: contributions are exchanged by the expected plan before the real one is here.
 
-Contributions are requested as soon as the round's closing is announced, and sent as soon as their members are ready:
-the first chunks travel while the coordinator collects who is ready. Nothing is reduced before the plan, which alone
-says who takes part with which weight, and no stream takes more than its window.
+Owners request contributions as soon as the round's closing is announced, and members send theirs as soon as they are
+ready, while the coordinator waits for the others. Nothing is reduced before the plan, which decides who takes part and
+with which weight, and no stream takes more than its window.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from shoal.swarm.transport.node import Endpoint
 log = logging.getLogger(__name__)
 
 _TRIES = 3
-"""A stream is opened anew after this fraction of the time it is waited for; one that has nothing yet need not be."""
+"""A stream without chunks is reopened after a third of its ``wait_s``; a prefetched one is not, as it may have none
+yet."""
 
 
 class Prefetch:
-    """Streams opened by an expected plan, which may not come. The exchange takes them over, or ``close`` ends them."""
+    """Streams opened by an expected plan. If that plan comes, the exchange takes them over; otherwise ``close``
+    them."""
 
     def __init__(self, context: ExchangeContext) -> None:
-        """``context``: of the expected plan, a flat group's, with no sources yet."""
+        """``context``: of the expected plan, which is a flat group's, and without sources."""
         self.context = context
         self.plan = context.store.plan
         self.source = ContributionSource(context.store)
         context.sources[contribution_blob(self.plan)] = self.source
         self.has_begun = False
-        """Whether others may have got something of ours."""
+        """Whether owners may have received chunks of our contribution."""
 
     def request_contributions(self, tasks: asyncio.TaskGroup, wait_s: float) -> None:
-        """Request contributions for our parts, and accept requests for ours; for ``wait_s`` there may be none yet."""
+        """Request contributions for our parts, and accept requests for ours; the first chunk may take ``wait_s``."""
         context, store = self.context, self.context.store
         context.publish()
         request = replace(context.contributions(), wait_s=_TRIES * wait_s)
@@ -50,33 +52,33 @@ class Prefetch:
                     context.prefetch(member, request, store.chunks_of(part), tasks)
 
     def begin(self, feedback: ErrorFeedback) -> None:
-        """Send our contribution to whoever asks. ``feedback`` has begun its round with it."""
+        """Send our contribution to the owners that ask. ``feedback`` has begun its round with it."""
         if not self.has_begun:
             self.has_begun = True
             self.context.share_uplink()
             self.source.begin(feedback)
 
     def has_chunks_of(self, plan: RoundPlan) -> bool:
-        """Whether that plan's owners ask for the chunks that we offer: they may have got some of them."""
+        """Whether that plan's owners ask for the chunks that this prefetch serves."""
         return contribution_blob(plan) == contribution_blob(self.plan)
 
     def fits(self, plan: RoundPlan) -> bool:
-        """Whether this is the plan that was expected, but for weights and bounds."""
+        """Whether this is the expected plan, except for weights and bounds."""
         same_members = [one.peer for one in plan.members] == [one.peer for one in self.plan.members]
         return (
             same_members and plan.model_copy(update={"members": self.plan.members, "rho": self.plan.rho}) == self.plan
         )
 
     async def close(self) -> None:
-        """Forget what was fetched, and offer nothing more. Only then may the feedback be settled or discarded."""
+        """Drop what was fetched and serve nothing more. Call it before the feedback's round ends."""
         await self.context.withdraw()
         await self.source.close()
 
 
 class PrefetchManager:
-    """Begins a prefetch when a closing announces its expected plan; holds at most one.
+    """Begins a prefetch when a closing is announced with its expected plan; holds at most one.
 
-    A prefetch that nobody takes ends with its closing: when another plan comes, or the member is too late."""
+    A prefetch that is not taken ends when another plan is expected or the time for ``ready`` is over."""
 
     def __init__(
         self, client: CoordinatorClient, endpoint: Endpoint, codec_map: CodecMap, buffers: RoundBuffers
@@ -93,7 +95,7 @@ class PrefetchManager:
         self._is_taken = False
 
     async def run(self) -> None:
-        """Follow the view until cancelled."""
+        """Begin and end prefetches as the view changes, until cancelled."""
         client = self._client
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -109,7 +111,7 @@ class PrefetchManager:
                 await self._close()
 
     def take(self, round_number: int) -> Prefetch | None:
-        """Return the prefetch of that round, now the caller's to close; until ``release`` no other begins."""
+        """Return the prefetch of that round, for the caller to close; until ``release``, no other begins."""
         self._begin_expected()
         self._is_taken = True
         one = self._prefetch
@@ -119,13 +121,13 @@ class PrefetchManager:
         return one
 
     def release(self) -> None:
-        """Allow prefetches again: the round is over for us."""
+        """Allow prefetches again after the round."""
         self._is_taken = False
         self._client.wake()
 
     @property
     def _expected(self) -> RoundPlan | None:
-        """The plan to begin with now."""
+        """The plan to begin a prefetch by now, if any."""
         plan = self._client.view.expected
         if plan is None or self._is_taken or self._prefetch is not None or plan == self._last:
             return None
@@ -133,7 +135,7 @@ class PrefetchManager:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the current prefetch is of no use any more."""
+        """Whether the current prefetch is useless now."""
         if self._prefetch is None or self._is_taken:
             return False
         client, plan = self._client, self._prefetch.plan

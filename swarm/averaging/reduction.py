@@ -30,7 +30,7 @@ from shoal.swarm.errors import ShoalError
 log = logging.getLogger(__name__)
 
 _WINDOW = 16
-"""How many chunks a fast contributor may be ahead of the slowest: bounds an owner's memory."""
+"""Most chunks that a fast contributor may be ahead of the slowest one: bounds an owner's memory."""
 
 OwnValues = tuple[Tensor, Tensor]
 """A member's contribution and residual in a chunk, ``(size,) float32`` each: their sum is what it brings."""
@@ -43,9 +43,10 @@ adds reaches a mean, and times the factor."""
 
 
 @dataclass
-class Reduced:
-    """A finished chunk: the result for everybody, and its encoding error (None: no mean) for the member that made it,
-    in the ``ErrorBuffer`` where there is one."""
+class ReducedChunk:
+    """Reduced chunk: the encoded mean, its members, and its encoding error, None if nobody is in it.
+
+    The error is in the ``ErrorBuffer`` if there is one."""
 
     result: memoryview
     included: list[int]
@@ -113,7 +114,7 @@ class PartReducer:
 
     def give_up(self, member: int) -> None:
         """Continue without this member where it has not delivered."""
-        for state in list(self._chunks.values()):  # one may be reduced, and gone, meanwhile
+        for state in list(self._chunks.values()):  # a worker thread may reduce and remove one meanwhile
             if member not in state.arrived and member not in state.missing:
                 state.missing.add(member)
                 state.open[self._row_of[member]] -= 1
@@ -133,7 +134,9 @@ class PartReducer:
             for row, direct_from in enumerate(self._direct_from)
         )
 
-    def reduce(self, chunk: int, own: OwnValues | None, error_buffer: ErrorBuffer | None = None) -> Reduced | list[int]:
+    def reduce(
+        self, chunk: int, own: OwnValues | None, error_buffer: ErrorBuffer | None = None
+    ) -> ReducedChunk | list[int]:
         """Return the weighted mean of a complete chunk, encoded once.
 
         ``own``: what we bring, if that comes unpacked; ``error_buffer``: for the encoding error, if not in memory of
@@ -163,8 +166,8 @@ class PartReducer:
 
     def _encode(
         self, mean: WeightedMean, header: ChunkHeader, bounds: tuple[int, int], error_buffer: ErrorBuffer | None
-    ) -> Reduced:
-        group, void = self.group, Reduced(memoryview(self.group.pack_header(ChunkHeader())), [], None)
+    ) -> ReducedChunk:
+        group, void = self.group, ReducedChunk(memoryview(self.group.pack_header(ChunkHeader())), [], None)
         if not header.included:
             return void
         size, total = bounds[1] - bounds[0], group.weight(header.included)
@@ -179,9 +182,9 @@ class PartReducer:
         packed = torch.frombuffer(result[group.header_bytes :], dtype=torch.uint8)
         try:
             error = mean.encode(codec, total, left, packed, times)
-        except CodecError:  # the sum overflowed: void for everybody
+        except CodecError:  # the sum overflowed: the chunk is void for all members
             return void
-        return Reduced(result, sorted(header.included), error)
+        return ReducedChunk(result, sorted(header.included), error)
 
     def _add_members(
         self,
@@ -298,7 +301,7 @@ class ChunkCollector:
     async def _fetch_contribution(self, member: int, chunks: range) -> None:
         try:
             await self._fetch(member, self._context.contributions(), chunks, self.reducer.offer, member)
-        except ShoalError as error:  # the other side's errors come out of here, too
+        except ShoalError as error:  # the member's errors, too
             self._log(member, error)
             self._give_up(member)
 
@@ -343,7 +346,7 @@ class ChunkCollector:
 class Reduction:
     """Means of a group, chunk by chunk, as this member makes them; each is ``put`` where others get it.
 
-    ``without``: members that are not even asked. ``failed``: row reducers whose rows had to be asked one by one.
+    ``without``: members that are not asked. ``failed``: row reducers whose rows had to be asked one by one.
     """
 
     context: ExchangeContext
@@ -355,7 +358,7 @@ class Reduction:
     error_buffer: Callable[[int, int], ErrorBuffer] | None = None
     """Where the encoding errors of our means go, as ``own``."""
     without: frozenset[int] = frozenset()
-    made: dict[int, Reduced] = field(default_factory=dict)
+    made: dict[int, ReducedChunk] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
 
     @property
@@ -388,17 +391,17 @@ class Reduction:
             watch.cancel()
         self.failed |= collector.failed
 
-    async def _make(self, collector: ChunkCollector, index: int) -> Reduced:
+    async def _make(self, collector: ChunkCollector, index: int) -> ReducedChunk:
         while True:
             await collector.wait_complete(index)
             match await in_thread(self._reduce, collector.reducer, index):
-                case Reduced() as made:
+                case ReducedChunk() as made:
                     return made
                 case rows:
                     for row in rows:
                         collector.distrust(row, index)
 
-    def _reduce(self, reducer: PartReducer, index: int) -> Reduced | list[int]:
+    def _reduce(self, reducer: PartReducer, index: int) -> ReducedChunk | list[int]:
         bounds = self.context.store.bounds(index)
         own, error_buffer = self.own and self.own(*bounds), self.error_buffer and self.error_buffer(*bounds)
         return reducer.reduce(index, own, error_buffer)

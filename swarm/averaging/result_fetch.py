@@ -1,4 +1,4 @@
-"""Fetching of results from other members: during a round, until its verdict is applied, and long after."""
+"""Fetching of results from other members: within a round, after its verdict, and of earlier rounds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.buffer_pool import same_bytes
+from shoal.swarm.averaging.chunk_header import may_hold
 from shoal.swarm.averaging.chunk_streams import ExchangeContext, StreamMeter, receive_chunks
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 
 _PARTS_AT_ONCE = 8
 _DONORS_ASKED = 3
-"""For each part, one after the other: who lacks a round lacks all of it, and the state can be had instead."""
+"""Donors asked for each part, one after the other: a donor that lacks one part of a round lacks all of it, and a member
+can fetch the state instead."""
 
 
 async def fetch_part(
@@ -53,10 +55,10 @@ async def fetch_part(
 
 
 async def adopt_agreed(context: ExchangeContext, part: Part, holders: Sequence[int]) -> None:
-    """Adopt chunks of a part that two of ``holders``, indices of the plan, have already and alike.
+    """Adopt chunks of a failed owner's part of which two ``holders``, indices of the plan, have the same bytes.
 
-    Nothing shows yet which bytes are the owner's, so nobody's word alone counts; unless there are no two others. Means
-    above the plan's bound are never adopted."""
+    There is no verdict yet that tells which bytes are the owner's, so one holder alone is not believed, unless the plan
+    has no two others. Means above the plan's bound are never adopted."""
     store = context.store
     enough = min(2, len(store.plan.members) - 2)
     said: dict[int, list[memoryview]] = {}
@@ -76,21 +78,35 @@ async def adopt_agreed(context: ExchangeContext, part: Part, holders: Sequence[i
             await fetch_part(context.endpoint, store, part, peer, wait_s, hear, meter, only_held=True)
 
 
-async def ensure_part(
+async def complete_results(
+    endpoint: Endpoint, store: ResultStore, verdict: Verdict, me: str, deadlines: Deadlines
+) -> None:
+    """Complete the results of the round that was just committed: its members are still making or fetching them.
+
+    Raises ``LinkError`` when a part cannot be had."""
+    plan = store.plan
+    for part, digest in zip(plan.parts, verdict.digests, strict=True):
+        if digest is None:
+            store.drop(part)
+            continue
+        nearest = dict.fromkeys([part.owner, *may_hold(plan, part), *range(len(plan.members))])
+        others = [plan.members[one].peer for one in nearest if plan.members[one].peer != me]
+        await complete_part(endpoint, store, part, digest, others, deadlines)
+
+
+async def complete_part(
     endpoint: Endpoint, store: ResultStore, part: Part, digest: bytes, others: Sequence[str], deadlines: Deadlines
 ) -> None:
-    """Make sure that the store holds the committed bytes of a part, from its owner or any other member of the plan.
+    """Make sure that the store holds the committed bytes of a part; the ``others`` are asked in this order.
 
-    Everybody is asked in turn for what is there already, again and again until nothing new has come for long: some may
-    still be making them, but most who have not got them lack them as we do, and are not waited for one by one. Raises
-    ``LinkError`` when nobody has them."""
-    loop = asyncio.get_running_loop()
+    Each is asked for the chunks that it has already, again and again until ``result_s`` pass without a new one: some
+    may still be making them, but most of those that lack chunks lack them as we do, so nobody is waited for alone.
+    Raises ``LinkError`` when nobody has them."""
     if store.has(part):
         if await in_thread(store.digest, part) == digest:
             return
         store.forget(part)
-    owner, trouble = store.plan.members[part.owner].peer, "nobody has them"
-    holders = sorted(others, key=lambda peer: peer != owner)
+    loop, holders, trouble = asyncio.get_running_loop(), list(others), "no other member has them"
     fewest, moved_s, one_by_one = len(store.chunks_of(part)), loop.time(), False
     while holders and loop.time() - moved_s < deadlines.result_s:
         for holder in list(holders):
@@ -99,21 +115,20 @@ async def ensure_part(
             lacked = store.lacks(part)
             try:
                 await fetch_part(endpoint, store, part, holder, deadlines.adopt_s, only_held=True)
-            except ShoalError as error:  # the other side's errors come out of here, too
-                trouble = str(error)
+            except ShoalError as error:  # the holder's errors, too
+                trouble = f"{holder}: {error}"
             if store.lacks(part) < fewest:
                 fewest, moved_s = store.lacks(part), loop.time()
             if not store.has(part):
                 continue
-            if await in_thread(store.digest, part) == digest:
-                await in_thread(_warn_of_norms, store, part)
+            if await _is_committed(store, part, digest):
                 return
             trouble = f"{holder} has other bytes than the committed ones"
             fewest = len(store.chunks_of(part))
             if lacked == fewest:
                 holders.remove(holder)
-                log.warning("round %d: %s", store.plan.round, trouble)
-            else:  # of several sources, any may be the wrong one: from now on everybody's bytes are taken by themselves
+                log.warning("round %d: %s; it is not asked again for this part", store.plan.round, trouble)
+            else:  # the wrong chunks may be of any holder: from now on, take all chunks of one holder
                 one_by_one = True
             store.forget(part)
         await asyncio.sleep(deadlines.heartbeat_s if holders else 0.0)
@@ -124,15 +139,15 @@ async def ensure_part(
 async def fetch_committed(
     endpoint: Endpoint, store: ResultStore, verdict: Verdict, donors: Sequence[str], progress_s: float
 ) -> None:
-    """Bring everything that a verdict of an earlier round has committed, different parts from different members.
+    """Fetch all results of an earlier round, different parts from different donors.
 
-    Whoever has other bytes, or does not send them, is asked for nothing more of that round. Raises ``LinkError`` when a
-    part cannot be had."""
+    A donor that has other bytes than the committed ones, or does not send its bytes, is asked for nothing more of that
+    round. Raises ``LinkError`` when a part cannot be had."""
     useless: set[str] = set()
     places = asyncio.Semaphore(_PARTS_AT_ONCE)
 
     async def bring(index: int, part: Part, digest: bytes) -> None:
-        trouble = f"nobody has the results of round {verdict.round}"
+        trouble = f"no member has the results of round {verdict.round}"
         async with places:
             for _ in range(_DONORS_ASKED):
                 left = [donor for donor in donors if donor not in useless]
@@ -141,11 +156,10 @@ async def fetch_committed(
                 donor = left[index % len(left)]
                 try:
                     await fetch_part(endpoint, store, part, donor, progress_s)
-                except ShoalError as error:  # the donor's errors come out of here, too
+                except ShoalError as error:  # the donor's errors, too
                     trouble = f"{donor}: {error}"
                 else:
-                    if await in_thread(store.digest, part) == digest:
-                        await in_thread(_warn_of_norms, store, part)
+                    if await _is_committed(store, part, digest):
                         return
                     trouble = f"{donor} has other bytes of round {verdict.round} than the committed ones"
                     log.warning("%s", trouble)
@@ -159,11 +173,19 @@ async def fetch_committed(
                 tasks.create_task(bring(index, part, digest))
 
 
-def _warn_of_norms(store: ResultStore, part: Part) -> None:
-    """Log committed means above the bound. They are applied all the same, as most members have reported them and parity
-    comes first."""
-    for index in store.chunks_of(part):
-        try:
-            store.check_norm(index, store[index])
-        except AboveBound as error:
-            log.warning("round %d was committed with a mean above the bound: %s", store.plan.round, error)
+async def _is_committed(store: ResultStore, part: Part, digest: bytes) -> bool:
+    """Whether a complete part has the committed bytes; logs those of its means that are above the bound.
+
+    They are applied all the same: most members have reported them, and parity comes first."""
+
+    def check() -> bool:
+        if store.digest(part) != digest:
+            return False
+        for index in store.chunks_of(part):
+            try:
+                store.check_norm(index, store[index])
+            except AboveBound as error:
+                log.warning("round %d was committed with a mean above the plan's bound: %s", store.plan.round, error)
+        return True
+
+    return await in_thread(check)

@@ -1,4 +1,4 @@
-"""Results of a round on one member: kept until they are committed or void, offered to every member, and decoded."""
+"""Results of a round on one member: stored as they arrive or are made, offered to other members, and decoded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def part_digest(chunks: Iterable[memoryview]) -> bytes:
-    """Return BLAKE3 of a part's result chunks, one after the other: 32 bytes. On one thread, without the GIL."""
+    """Return the BLAKE3 digest of a part's result chunks in order: 32 bytes. One thread, without the GIL."""
     return RunningDigest().of(list(chunks))
 
 
@@ -52,8 +52,9 @@ class RunningDigest:
 
 
 class ChunkStore:
-    """Chunks by index, each from when it arrives or is made until ``close`` (a ``ChunkSource``). ``about``: what they
-    are, for errors; ``moved``: how many have come."""
+    """Chunks by index, each from its arrival until ``close`` (a ``ChunkSource``).
+
+    ``about``: what they are, for errors; ``moved``: number of chunks that were put."""
 
     def __init__(self, chunks: int, about: str) -> None:
         self.chunks = chunks
@@ -69,12 +70,12 @@ class ChunkStore:
         self._changes.announce()
 
     async def chunk(self, index: int) -> memoryview:
-        """Waits until that chunk exists here. Raises ``BlobUnavailable`` when it never will."""
+        """Wait until that chunk is here and return it. Raises ``BlobUnavailable`` once closed."""
         await self._changes.until(lambda: self._closed or self._held[index] is not None)
         return self[index]
 
     async def close(self) -> None:
-        """Nobody needs them any more: ends the streams that wait for one."""
+        """Drop all chunks, and end the streams that wait for one."""
         self._closed = True
         self._held = [None] * self.chunks
         self._changes.announce()
@@ -87,20 +88,20 @@ class ChunkStore:
 
 
 def chunks_of(plan: RoundPlan, part: Part) -> range:
-    """The chunks of a part, by their index in the round."""
+    """Return the indices of a part's chunks in the round."""
     size = plan.chunk_elements
     return range(part.start // size, -(-part.stop // size))
 
 
 class ResultStore(ChunkStore):
-    """The result chunks of a round as they arrive or are made; offered to every member."""
+    """Result chunks of a round as they arrive or are made; offered to every member."""
 
     def __init__(self, plan: RoundPlan, codec_map: CodecMap, buffers: RoundBuffers | None = None) -> None:
         """Raises ``WireError`` for a plan with larger chunks than the run's codec packs into a frame."""
         if plan.chunk_elements > codec_map.formats.max_chunk_values:
             most = codec_map.formats.max_chunk_values
             raise WireError(
-                f"the plan of round {plan.round} has chunks of {plan.chunk_elements} values, not up to {most}"
+                f"the plan of round {plan.round} has chunks of {plan.chunk_elements} values; the codec allows {most}"
             )
         self.plan = plan
         self.buffers = buffers or RoundBuffers()
@@ -134,7 +135,7 @@ class ResultStore(ChunkStore):
 
     @property
     def held(self) -> Blob:
-        """As ``HeldResults``."""
+        """Blob of the results that are here already: see ``HeldResults``."""
         return Blob(kind="held", number=self.plan.round)
 
     def bounds(self, chunk: int) -> tuple[int, int]:
@@ -150,7 +151,7 @@ class ResultStore(ChunkStore):
         return chunks_of(self.plan, part)
 
     def missing(self, part: Part) -> list[range]:
-        """The part's chunks that are not here, as ranges."""
+        """Return the ranges of the part's chunks that are not here."""
         runs: list[range] = []
         for index in self.chunks_of(part):
             if self._held[index] is None:
@@ -161,15 +162,15 @@ class ResultStore(ChunkStore):
         return runs
 
     def lacks(self, part: Part) -> int:
-        """How many of the part's chunks are not here."""
+        """Return the number of the part's chunks that are not here."""
         return sum(map(len, self.missing(part)))
 
     def drop(self, part: Part) -> None:
-        """Mark a part as void: zero for everybody, with nobody in it."""
+        """Mark a part as void: its mean is zero for all members, with no member in it."""
         self._dropped.update(self.chunks_of(part))
 
     def forget(self, part: Part) -> None:
-        """Drop a part whose bytes are not the committed ones."""
+        """Remove a part's chunks, whose bytes are not the committed ones."""
         for index in self.chunks_of(part):
             self._held[index] = None
         self._digests.pop(part.start, None)
@@ -178,11 +179,11 @@ class ResultStore(ChunkStore):
         return all(self._held[index] is not None for index in self.chunks_of(part))
 
     def bytes_of(self, part: Part) -> list[memoryview]:
-        """The part's chunks in their order. Raises ``BlobUnavailable`` when one is not here."""
+        """Return the part's chunks in order. Raises ``BlobUnavailable`` when one is not here."""
         return [self[index] for index in self.chunks_of(part)]
 
     def digest(self, part: Part) -> bytes:
-        """See ``part_digest``; made once. Needs all of the part's chunks."""
+        """Return the part's ``part_digest``, computed once. Needs all of the part's chunks."""
         if (known := self._digests.get(part.start)) is not None:
             return known
         digesting = self._digesting.pop(part.start, None) or RunningDigest()
@@ -190,13 +191,13 @@ class ResultStore(ChunkStore):
         return digest
 
     def digest_ahead(self, part: Part, stop: int) -> None:
-        """Digest the part's chunks up to that one, which are here: ``digest`` goes on from there."""
+        """Digest the part's chunks before ``stop``, which are here; ``digest`` continues from there."""
         digesting = self._digesting.pop(part.start, None) or RunningDigest()
         digesting.of([self[index] for index in range(self.chunks_of(part).start, stop)])
         self._digesting[part.start] = digesting
 
     def holds(self, part: Part, digest: bytes | None) -> bool:
-        """Whether these are the bytes of a part that is here."""
+        """Whether the part is here and its bytes have this digest."""
         return digest is not None and self.has(part) and self.digest(part) == digest
 
     async def put(self, chunk: int, data: memoryview) -> None:
@@ -207,9 +208,9 @@ class ResultStore(ChunkStore):
         await super().put(chunk, data)
 
     def check(self, chunk: int, data: memoryview) -> None:
-        """Raises ``WireError`` for a chunk whose length is not the one that goes with its header.
+        """Raise ``WireError`` for a chunk whose length does not match its header.
 
-        Digests cover a part's chunks one after the other: where each ends, only its header tells."""
+        A digest covers a part's chunks one after the other, so it does not show where one ends."""
         group, (start, stop) = self.group, self.bounds(chunk)
         is_empty = data.nbytes < group.header_bytes or not group.header(data).included
         expected = group.header_bytes if is_empty else group.result_bytes(self.codec(chunk), stop - start)
@@ -217,13 +218,15 @@ class ResultStore(ChunkStore):
             raise WireError(f"result chunk {chunk} has {data.nbytes} bytes; with its header it has {expected}")
 
     async def put_checked(self, chunk: int, data: memoryview) -> None:
-        """Put a result that another member has made, or passes on. Raises ``AboveBound``: it is not offered then."""
+        """Put a result from another member. Raises ``AboveBound``, and does not put it, when ``check_norm`` does."""
         await in_thread(self.check_norm, chunk, data)
         await self.put(chunk, data)
 
     def check_norm(self, chunk: int, data: memoryview) -> None:
-        """Raises ``AboveBound`` for a mean that is larger than who is in it may make it, or that does not decode, for
-        which its maker is to blame. For a worker thread."""
+        """Raise ``AboveBound`` for a mean that is above the bound of its members or does not decode: a lie of its
+        maker.
+
+        For a worker thread."""
         header, (start, stop) = self.group.header(data), self.bounds(chunk)
         if not header.included:
             return
@@ -237,7 +240,7 @@ class ResultStore(ChunkStore):
             raise AboveBound(f"its mean of chunk {chunk} has norm {norm:.3g}; by the plan it is up to {most:.3g}")
 
     def adopt(self, chunks: Sequence[memoryview | None]) -> None:
-        """Begin with these, by index. Raises ``WireError`` as ``check``."""
+        """Start from these chunks, by index. Raises ``WireError`` as ``check``."""
         for index, data in enumerate(chunks):
             if data is not None:
                 self.check(index, data)
@@ -245,7 +248,7 @@ class ResultStore(ChunkStore):
 
     @property
     def held_chunks(self) -> list[memoryview | None]:
-        """Those in hand, by index; their memory is not used again before they are let go of."""
+        """Chunks by index, None where one is not here; the caller's references keep their memory from reuse."""
         return list(self._held)
 
     def room(self, chunk: int, size: int) -> memoryview:
@@ -256,16 +259,16 @@ class ResultStore(ChunkStore):
         return self.buffers.results.take(size, group.header_bytes)
 
     def mean(self) -> Tensor:
-        """The decoded mean, (elements,) float32. Needs every chunk but those of void parts."""
+        """Return the decoded mean, (elements,) float32. Needs every chunk except those of void parts."""
         mean = self.buffers.passing.floats(self.elements)
         self.decode(range(self.chunks), mean)
         return mean
 
     def decode(self, chunks: Sequence[int], mean: Tensor) -> None:
-        """Decode chunks into their places in ``mean``, (elements,) float32. Raises ``BlobUnavailable`` when one is not
-        here.
+        """Decode chunks into their places in ``mean``, (elements,) float32.
 
-        A chunk with nobody in it, or whose bytes do not decode, is void: zero for everybody alike."""
+        A chunk with no member in it, or whose bytes do not decode, is void: zero for all members alike. Raises
+        ``BlobUnavailable`` when a chunk is not here."""
         places = {index: mean[slice(*self.bounds(index))] for index in chunks}
         self._undecodable.difference_update(places)
         counting = [index for index in places if index not in self._dropped and self.header(index).included]
@@ -278,42 +281,42 @@ class ResultStore(ChunkStore):
             places[index].zero_()
 
     def is_dropped(self, chunk: int) -> bool:
-        """Whether it is of a void part."""
+        """Whether the chunk is of a void part."""
         return chunk in self._dropped
 
     def header(self, chunk: int) -> ChunkHeader:
-        """Of a chunk whose mean counts; after ``decode``."""
+        """Return a chunk's header, an empty one if the chunk is void. Call it after ``decode``."""
         is_void = chunk in self._dropped or chunk in self._undecodable
         return ChunkHeader() if is_void else self.group.header(self[chunk])
 
     def left_out(self) -> set[int]:
-        """The members that some chunk here does without, as the bytes say."""
+        """Return the members that the header of some chunk here does not include."""
         headers = {bytes(result[: self.group.header_bytes]) for result in self._held if result is not None}
         members = set(self.group.members)
         return {one for header in headers for one in members - set(self.group.header(memoryview(header)).included)}
 
 
-class Archive(Protocol):
-    """Where the results of committed rounds go when they are no longer kept in memory."""
+class ResultArchive(Protocol):
+    """Archive of committed results, for rounds that are no longer kept in memory."""
 
     def keep(self, store: ResultStore, verdict: Verdict) -> None:
-        """Begin to write them down, beside everything else. ``store`` holds all that the verdict committed."""
+        """Begin to write results in the background. ``store`` holds all that the verdict committed."""
         ...
 
     def take_over(self, number: int) -> None:
-        """That round is not offered from memory any more."""
+        """Offer that round from now on: it is not offered from memory any more."""
         ...
 
 
 class HeldResults:
-    """Results that a store holds already, for readers that cannot wait (a ``ChunkSource``)."""
+    """Results that a store has already, for readers that do not wait (a ``ChunkSource``)."""
 
     def __init__(self, store: ResultStore) -> None:
         self.chunks = store.chunks
         self._store = store
 
     async def chunk(self, index: int) -> memoryview:
-        """Return that result, or no bytes if it is not here yet."""
+        """Return the chunk, or no bytes if it is not here yet."""
         try:
             return self._store[index]
         except BlobUnavailable:
@@ -321,9 +324,9 @@ class HeldResults:
 
 
 class ResultDecoder:
-    """Decodes a round's mean piece by piece, in worker threads, while other results are still on their way.
+    """Incremental decoder of a round's mean, for worker threads, while other results are still on their way.
 
-    A decoded chunk counts as long as the store holds the very same bytes."""
+    A chunk is decoded again if the store has other memory for it by then."""
 
     def __init__(self, store: ResultStore) -> None:
         self._store = store
@@ -332,7 +335,7 @@ class ResultDecoder:
         self._decoded: dict[int, memoryview] = {}
 
     def decode(self, chunks: Sequence[int]) -> None:
-        """Those of them that are not decoded already: all are here, or void. Several may be decoded at once."""
+        """Decode those chunks that are not decoded yet; each is here or void. Thread-safe for disjoint chunks."""
         store = self._store
         left = [index for index in chunks if not self._is_decoded(index)]
         decoded = {index: store[index] for index in left if not store.is_dropped(index)}
@@ -340,7 +343,7 @@ class ResultDecoder:
         self._decoded |= decoded
 
     def finish(self) -> Tensor:
-        """The whole mean, as ``ResultStore.mean``."""
+        """Return the whole mean, as ``ResultStore.mean``."""
         self.decode(range(self._store.chunks))
         return self._room()
 
@@ -356,9 +359,9 @@ class ResultDecoder:
 
 
 class PublishedResults(dict[int, ResultStore]):
-    """Stores by the number of their round. ``archive``: what those that are dropped are then offered from, if any."""
+    """Result stores that are offered to other members, by round. ``archive``: offers those that are dropped, if any."""
 
-    def __init__(self, endpoint: Endpoint, archive: Archive | None) -> None:
+    def __init__(self, endpoint: Endpoint, archive: ResultArchive | None) -> None:
         super().__init__()
         self._endpoint = endpoint
         self._archive = archive
@@ -370,14 +373,14 @@ class PublishedResults(dict[int, ResultStore]):
         return self._moved_before + sum(store.moved for store in self.values())
 
     def add(self, store: ResultStore) -> ResultStore:
-        """Offer what it holds, and what it will."""
+        """Publish a store's results."""
         self[store.plan.round] = store
         self._endpoint.publish(store.blob, store)
         self._endpoint.publish(store.held, HeldResults(store))
         return store
 
     async def drop(self, *rounds: int) -> None:
-        """Of those that are here."""
+        """Stop offering these rounds; the archive takes them over."""
         for number in rounds:
             store = self.pop(number, None)
             if store is not None:

@@ -16,7 +16,7 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.peer.cli.main import main
 from shoal.swarm.averaging import averager
 from shoal.swarm.averaging.norm_claims import pack
-from shoal.swarm.averaging.reduction import PartReducer, Reduced
+from shoal.swarm.averaging.reduction import PartReducer, ReducedChunk
 
 STEP_S = 0.5
 ENLARGED = 1e6
@@ -56,7 +56,7 @@ def claim_everything() -> None:
 def enlarge_means() -> None:
     real = PartReducer._encode
 
-    def encode(self: PartReducer, mean: Any, header: Any, bounds: tuple[int, int], room: Any) -> Reduced:
+    def encode(self: PartReducer, mean: Any, header: Any, bounds: tuple[int, int], room: Any) -> ReducedChunk:
         made, size = real(self, mean, header, bounds, room), bounds[1] - bounds[0]
         codec, packed = self._codec_map.result(*bounds, len(self.group.members)), made.result[self.group.header_bytes :]
         if made.included:

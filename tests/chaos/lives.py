@@ -10,7 +10,7 @@ from tests.fakes.processes import context_of, the_loop
 from tests.fakes.swarm import SimMember, Swarm
 from torch import Tensor
 
-from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
+from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync, RoundOffer, RoundOutcome
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 from shoal.swarm.protocol.rounds import RunView
@@ -128,7 +128,7 @@ class Life(SimMember):
             self.ledger.offers[self.round, self.peer] = self.owed
         return self.offer(contribution)
 
-    async def act(self, number: int, joins: int, outcome: Outcome) -> None:
+    async def act(self, number: int, joins: int, outcome: RoundOutcome) -> None:
         """Act on the outcome of an offer to that round, made as a member of so many joins."""
         self.outcomes.append(outcome)
         match outcome:
@@ -173,12 +173,12 @@ class Life(SimMember):
         self.round = verdict.round + 1
 
     def _held_residual(self) -> Tensor:
-        carried = self.averager.carried
+        carried = self.averager.round_feedback.carried
         return carried.residual.double() * carried.weight_tokens
 
     def carry(self, residual: Tensor, weight_tokens: int) -> None:
         """Carry a residual, as if earlier rounds had left it over."""
-        self.averager.restore(CarriedResidual(residual, weight_tokens))
+        self.averager.round_feedback.restore(CarriedResidual(residual, weight_tokens))
         self.carried = residual.double() * weight_tokens
 
     # Starting afresh ------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Life(SimMember):
     def check_account(self) -> None:
         """Check that the member's residual is what is owed to it."""
         near(self._held_residual(), self.carried, f"residual of {self.peer}")
-        late = self.averager._late
+        late = self.averager.round_feedback.late
         if late is not None and late.joins == self.client.joins:
             near(late.contribution.double() * late.weight_tokens, self.late, f"late work of {self.peer}")
         else:

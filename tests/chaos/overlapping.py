@@ -7,7 +7,7 @@ from tests.chaos.lives import Life, Reborn
 from tests.fakes.swarm import Swarm
 from torch import Tensor
 
-from shoal.swarm.averaging.outcome import Outcome, Resync
+from shoal.swarm.averaging.outcome import Resync, RoundOutcome
 from shoal.swarm.sample_ranges import Ranges, merge
 
 
@@ -19,7 +19,7 @@ class _Offered:
     joins: int
     local: Tensor
     done: Ranges
-    outcome: asyncio.Task[Outcome]
+    outcome: asyncio.Task[RoundOutcome]
 
 
 class OverlapLife(Life):

@@ -48,7 +48,7 @@ class Doubter(Keeper):
                 await self.client.wait_for(lambda view: view.divergence != "", self.client.deadlines.heartbeat_s)
             self.words.append(self.view.divergence)
             self.diverged = None
-            self.averager.forget_residual()
+            self.averager.round_feedback.forget()
             self.carried = self.carried * 0
         await super().sync()
 

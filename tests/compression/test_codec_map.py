@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.codec_maps import get_codec_map
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.compression.codec_map import Segmented, get_codec_map
+from shoal.compression.codec_map import Segmented
 from shoal.compression.formats import (
     CODEC_NAMES,
     FORMAT_MAP_NAMES,

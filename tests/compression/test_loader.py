@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.codec_maps import get_codec_map
 
-from shoal.compression.codec_map import get_codec_map
 from shoal.compression.formats import CodecError
 from shoal.compression.kernels import loader
 from shoal.compression.registry import get_codec

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import torch
 from tests.fakes.claims import claiming, honest
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.means import weighted
 from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
 
-from shoal.compression.codec_map import get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, ExchangeResult
 from shoal.swarm.averaging.results import HeldResults, ResultStore
+from shoal.swarm.averaging.round_feedback import settle
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.rounds import RoundPlan
 
@@ -36,8 +37,7 @@ class Side:
     async def commit(self) -> Tensor:
         mean = self.store.mean()
         await self.exchange.close()
-        self.exchange.settle(keep=True)
-        self.feedback.commit()
+        settle(self.exchange, keep=True)
         return mean
 
 

@@ -17,7 +17,7 @@ from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.outcome import Committed, Outcome
+from shoal.swarm.averaging.outcome import Committed, RoundOutcome
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.protocol.rounds import Verdict
 
@@ -61,7 +61,7 @@ class StatefulMember(SimMember):
     def apply(self, mean: Tensor) -> None:
         """Apply nothing yet: the state changes with the verdict."""
 
-    async def average(self, contribution: Tensor) -> Outcome:
+    async def average(self, contribution: Tensor) -> RoundOutcome:
         outcome = await super().average(contribution)
         if isinstance(outcome, Committed):
             self.hold_state(self.steps.apply(self.state, outcome.verdict, outcome.mean))

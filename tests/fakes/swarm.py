@@ -17,7 +17,7 @@ from shoal.compression.codec_map import CodecMap
 from shoal.compression.norms import norms_of
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.norm_claims import ranges
-from shoal.swarm.averaging.outcome import Aborted, Committed, Outcome, RoundOffer
+from shoal.swarm.averaging.outcome import Aborted, Committed, RoundOffer, RoundOutcome
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerLease,
@@ -194,7 +194,7 @@ class SimMember:
         if self.view.round == self.round and self.view.phase == "closing" and closes_at_s is not None:
             await asyncio.sleep(max(0.0, closes_at_s - asyncio.get_running_loop().time()))
 
-    async def average(self, contribution: Tensor) -> Outcome:
+    async def average(self, contribution: Tensor) -> RoundOutcome:
         """Bring ``contribution`` to the round's end and act on the outcome."""
         await self.until_due()
         outcome = await self.averager.average(self.offer(contribution))
@@ -214,7 +214,7 @@ class SimMember:
         """Make the outer step."""
         self.anchor = self.anchor - mean
 
-    async def play(self, contribution: Tensor, samples: int) -> Outcome:
+    async def play(self, contribution: Tensor, samples: int) -> RoundOutcome:
         """Work and average, again for as long as the round reopens."""
         await self.work(samples)
         while True:
@@ -270,7 +270,7 @@ async def swarm(
                 task.cancel()
 
 
-async def together(*plays: "asyncio.Future[Outcome] | object") -> list[Outcome]:
+async def together(*plays: "asyncio.Future[RoundOutcome] | object") -> list[RoundOutcome]:
     """Run all at once; return their outcomes in order."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(play) for play in plays]  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from shoal.peer.state_transfer.donor import StateSource
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.contribution import ContributionSource
-from shoal.swarm.averaging.reduction import Reduced, Reduction
+from shoal.swarm.averaging.reduction import ReducedChunk, Reduction
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 
@@ -72,7 +72,7 @@ def reducing(doom: Doom) -> None:
     """Kill itself as an owner, when a chunk is complete and about to be reduced."""
     real = Reduction._reduce
 
-    def reduce(self: Any, *rest: Any) -> Reduced:
+    def reduce(self: Any, *rest: Any) -> ReducedChunk:
         doom.comes_to(self.context.store.plan.round)
         return real(self, *rest)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.grids import plan_of
 from tests.fakes.memory_network import MemoryEndpoint, MemoryNetwork
 from tests.fakes.rounds import COORDINATOR, RUN_HASH, results_of, verdict_on
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.compression.codec_map import get_codec_map
 from shoal.peer.history import record_archive, round_records
 from shoal.peer.history.record_archive import RecordArchive
 from shoal.peer.history.round_records import RecordOwner, RoundRecords

@@ -129,7 +129,7 @@ class Life:
 
     async def _average(self, offer: Any) -> Any:
         verdict = self.run.end_round(self._committed)
-        self.member.averager.carried = CarriedResidual(offer.contribution * 0.5, offer.weight_tokens)
+        self.member.averager.round_feedback.carried = CarriedResidual(offer.contribution * 0.5, offer.weight_tokens)
         if self._committed:
             return Committed(offer.contribution.clone(), verdict, included=True)
         return Aborted("for the test", verdict)
@@ -143,7 +143,7 @@ class Life:
         return self.replica.state.digest
 
     def bits(self) -> list[bytes]:
-        carried = self.member.averager.carried.residual
+        carried = self.member.averager.round_feedback.carried.residual
         return [self.digest, *(one.numpy().tobytes() for one in [carried, *self.model.state_dict().values()])]
 
 
@@ -157,6 +157,11 @@ class Network(FakeNetwork):
 
 
 class FakeAverager:
+    def __init__(self) -> None:
+        self.round_feedback = FakeFeedback()
+
+
+class FakeFeedback:
     def __init__(self) -> None:
         self.carried = CarriedResidual(torch.zeros(49), 0)
 
@@ -365,7 +370,7 @@ def test_the_residual_belongs_to_its_state_and_the_optimizer_to_the_peer(tmp_pat
     other = Life(Run("diloco"), tmp_path / "other", 1)
     newer = AnchorState.of(found.state.values.clone(), found.state.version + 1)
     assert other.replica._own.take_up(found, newer) is False
-    assert not other.member.averager.carried.residual.any()
+    assert not other.member.averager.round_feedback.carried.residual.any()
     moments = [one["exp_avg"] for one in other.optimizer.state_dict()["state"].values()]
     expected = [one["exp_avg"] for one in life.optimizer.state_dict()["state"].values()]
     assert all(torch.equal(one, two) for one, two in zip(moments, expected, strict=True))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.grids import plan_of
 from tests.fakes.rounds import COORDINATOR, RUN_HASH, results_of, signed, verdict_on
 
-from shoal.compression.codec_map import get_codec_map
 from shoal.peer.history import round_records
 from shoal.peer.history.round_records import RecordOwner, RoundRecords, open_record
 from shoal.swarm.averaging.results import ResultStore

@@ -16,7 +16,7 @@ from tests.fakes.virtual_clock import run_virtual
 from shoal.peer.member.member import LocalMember, StageMembership
 from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.anchor import AnchorState
-from shoal.swarm.averaging.outcome import Outcome, RoundOffer
+from shoal.swarm.averaging.outcome import RoundOffer, RoundOutcome
 from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, PeerToCoordinatorJoinRun
 from shoal.swarm.protocol.rounds import RunView
@@ -108,7 +108,7 @@ async def waits_for_a_donor(member: LocalMember) -> None:
 async def waits_for_a_verdict(member: LocalMember) -> None:
     """That it is not told any more: it goes to the stage's members."""
 
-    async def average(offer: RoundOffer) -> Outcome:
+    async def average(offer: RoundOffer) -> RoundOutcome:
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -22,7 +22,7 @@ from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.divergence import TRIES
 from shoal.peer.training.outer_optimizer import make_outer
-from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
+from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync, RoundOffer, RoundOutcome
 from shoal.swarm.errors import Diverged, NotAdmitted
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
@@ -52,7 +52,9 @@ class FakeMember:
         )
         meter = SimpleNamespace(sent_bytes=0, received_bytes=0)
         self.node = SimpleNamespace(meter=meter)
-        self.averager = SimpleNamespace(carried=CarriedResidual(torch.zeros(4), 0), forget_residual=self._forget)
+        self.averager = SimpleNamespace(
+            round_feedback=SimpleNamespace(carried=CarriedResidual(torch.zeros(4), 0), forget=self._forget)
+        )
         self.forgotten = 0
         self.records = RoundRecords(Path("there are none"), RecordOwner(bytes(32), bytes(32)))
 
@@ -80,7 +82,7 @@ class FakeMember:
     def hold_state(self, state: AnchorState) -> None:
         self.held.append(state)
 
-    async def average(self, offer: RoundOffer) -> Outcome:
+    async def average(self, offer: RoundOffer) -> RoundOutcome:
         self.offers.append(offer)
         return Aborted("replaced by the test's")
 
@@ -90,7 +92,7 @@ class FakeNetwork:
 
     def __init__(self) -> None:
         self.resource = FakeMember()
-        self.exchange: Future[Outcome] = Future()
+        self.exchange: Future[RoundOutcome] = Future()
         self.trouble: Exception | None = None
 
     def call(self, coroutine: Coroutine[Any, Any, Any], interruptible: object = False) -> Any:
@@ -104,7 +106,7 @@ class FakeNetwork:
             future.set_result(result)
         return future
 
-    def wait_for(self, future: Future[Outcome], interruptible: object = False) -> Outcome:
+    def wait_for(self, future: Future[RoundOutcome], interruptible: object = False) -> RoundOutcome:
         if self.trouble is not None:
             raise self.trouble
         return future.result(timeout=0)
@@ -153,7 +155,7 @@ class Side:
         assert self.replica.state is not None
         return self.replica.state.anchor
 
-    def ends(self, outcome: Outcome) -> bool:
+    def ends(self, outcome: RoundOutcome) -> bool:
         self.network.exchange.set_result(outcome)
         return self.replica.conclude_round()
 
@@ -426,7 +428,7 @@ def test_a_run_may_go_back_to_what_it_began_with(tmp_path: Path) -> None:
     assert torch.equal(side.anchor, torch.ones(4))
 
 
-def _done(outcome: Outcome) -> "Future[Outcome]":
-    future: Future[Outcome] = Future()
+def _done(outcome: RoundOutcome) -> "Future[RoundOutcome]":
+    future: Future[RoundOutcome] = Future()
     future.set_result(outcome)
     return future

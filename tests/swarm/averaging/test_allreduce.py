@@ -3,20 +3,21 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.exchanges import PATIENCE_S, Side, digests, make_sides, run_all, weighted_mean
 from tests.fakes.means import MEAN_ATOL, weighted
 from tests.fakes.memory_network import Fault, MemoryNetwork, Step, at, changed, stalled
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
-from shoal.compression.codec_map import get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.formats import CODEC_NAMES
 from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.reduction import _WINDOW
-from shoal.swarm.averaging.result_fetch import ensure_part, fetch_part
+from shoal.swarm.averaging.result_fetch import complete_part, fetch_part
 from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.round_feedback import settle
 from shoal.swarm.coordinator.round_plan import chunk_elements, split
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, LinkError, StorageError
@@ -189,8 +190,7 @@ def test_garbage_is_left_out_and_known_to_all(garbage: object) -> None:
     mean = sides[0].store.mean()
     assert all(torch.equal(side.store.mean(), mean) for side in sides)
     torch.testing.assert_close(mean.double(), weighted_mean(sides, [0, 1]))
-    sides[2].exchange.settle(keep=True)
-    sides[2].feedback.commit()
+    settle(sides[2].exchange, keep=True)
     assert torch.equal(sides[2].feedback.residual, sides[2].brought)
 
 
@@ -274,7 +274,7 @@ def test_what_two_have_of_a_dead_owners_results_is_adopted() -> None:
             network.kill(PEERS[0])
             running[0].cancel()
         assert digests(sides[1]) == digests(sides[0])
-        assert not sides[1].exchange._as_stand_in
+        assert not sides[1].exchange.as_stand_in
 
     run_virtual(main())
 
@@ -295,7 +295,7 @@ def test_of_two_stand_ins_with_the_same_bytes_one_carries_the_error() -> None:
         network.kill(PEERS[0])
         await run_all(sides[1:])
         assert sides[1].store.digest(part) == sides[2].store.digest(part)
-        assert all(side.exchange._as_stand_in for side in sides[1:3])
+        assert all(side.exchange.as_stand_in for side in sides[1:3])
         mean, *_ = [await side.commit() for side in sides[1:]]
         kept = weighted([side.feedback.residual for side in sides[1:]], [1, 1, 1])
         made = slice(part.start, part.stop)
@@ -330,7 +330,7 @@ def test_results_can_be_had_from_whoever_has_them() -> None:
         assert [side.store.has(part) for side in sides] == [True, True, False]
         wanted = sides[0].store.digest(part)
         endpoint = network.endpoints[PEERS[2]]
-        await ensure_part(endpoint, sides[2].store, part, wanted, PEERS[:2], DEADLINES)
+        await complete_part(endpoint, sides[2].store, part, wanted, PEERS[:2], DEADLINES)
         assert sides[2].store.digest(part) == wanted
 
     run_virtual(main())
@@ -345,7 +345,7 @@ def test_an_owner_that_is_silent_is_not_waited_for_when_others_have_its_results(
         late.store.forget(part)
         network.silent.add((PEERS[1], PEERS[2]))
         start_s = now_s()
-        await ensure_part(network.endpoints[PEERS[2]], late.store, part, wanted, PEERS[:2], DEADLINES)
+        await complete_part(network.endpoints[PEERS[2]], late.store, part, wanted, PEERS[:2], DEADLINES)
         assert late.store.digest(part) == wanted
         assert now_s() - start_s < PATIENCE_S / 2
 
@@ -363,7 +363,7 @@ def test_whoever_is_still_making_results_is_waited_for() -> None:
         maker.forget(part)
         network.kill(PEERS[1])
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(ensure_part(network.endpoints[PEERS[2]], late, part, wanted, PEERS[:2], DEADLINES))
+            tasks.create_task(complete_part(network.endpoints[PEERS[2]], late, part, wanted, PEERS[:2], DEADLINES))
             await asyncio.sleep(1.5 * PATIENCE_S)
             for index, result in made.items():
                 await maker.put(index, result)
@@ -382,7 +382,7 @@ def test_an_owner_of_two_faces_is_seen_by_the_digests() -> None:
         assert digests(sides[2])[1] not in (None, digests(sides[0])[1])
         # Who has other bytes than the committed ones gets the right ones from the third, not from the owner.
         part, wanted = sides[0].store.plan.parts[1], sides[0].store.digest(sides[0].store.plan.parts[1])
-        await ensure_part(network.endpoints[PEERS[2]], sides[2].store, part, wanted, PEERS[:2], DEADLINES)
+        await complete_part(network.endpoints[PEERS[2]], sides[2].store, part, wanted, PEERS[:2], DEADLINES)
         assert digests(sides[2]) == digests(sides[0])
 
     run_virtual(main())
@@ -399,7 +399,7 @@ def test_looking_for_a_part_takes_no_longer_with_many_that_lack_it() -> None:
         async def look(index: int) -> None:
             others = [peer for peer in PEERS[:members] if peer != PEERS[index]]
             with pytest.raises(LinkError):
-                await ensure_part(
+                await complete_part(
                     network.endpoints[PEERS[index]], sides[index].store, part, bytes(32), others, DEADLINES
                 )
 
@@ -422,7 +422,7 @@ def test_chunks_of_those_that_have_not_got_all_are_kept() -> None:
         await sides[1].store.put(0, made[0])
         for index in range(1, len(made)):
             await sides[2].store.put(index, made[index])
-        await ensure_part(network.endpoints[PEERS[3]], late, part, wanted, PEERS[:3], DEADLINES)
+        await complete_part(network.endpoints[PEERS[3]], late, part, wanted, PEERS[:3], DEADLINES)
         assert late.digest(part) == wanted
 
     run_virtual(main())
@@ -439,7 +439,7 @@ def test_one_wrong_chunk_among_others_spoils_nobody_elses() -> None:
             side.store.forget(part)
         await sides[1].store.put(0, memoryview(bytes(len(sides[0].store[0]))))
         network.kill(PEERS[0])
-        await ensure_part(network.endpoints[PEERS[3]], late, part, wanted, PEERS[:3], DEADLINES)
+        await complete_part(network.endpoints[PEERS[3]], late, part, wanted, PEERS[:3], DEADLINES)
         assert late.digest(part) == wanted
 
     run_virtual(main())
@@ -452,7 +452,7 @@ def test_what_nobody_has_is_not_made_up() -> None:
         await run_all(sides)
         part = sides[0].store.plan.parts[1]
         with pytest.raises(LinkError, match="other bytes"):
-            await ensure_part(network.endpoints[PEERS[0]], sides[0].store, part, bytes(32), PEERS[1:2], DEADLINES)
+            await complete_part(network.endpoints[PEERS[0]], sides[0].store, part, bytes(32), PEERS[1:2], DEADLINES)
         assert not sides[0].store.has(part)
 
     run_virtual(main())
@@ -650,8 +650,7 @@ def test_work_that_others_redo_is_not_kept() -> None:
         network.faults.append(stalled("contribution", PEERS[2], 0))
         await run_all(sides)
         sides[2].store.mean()
-        sides[2].exchange.settle(keep=False)
-        sides[2].feedback.commit()
+        settle(sides[2].exchange, keep=False)
         assert not bool(sides[2].feedback.residual.any())
 
     run_virtual(main())

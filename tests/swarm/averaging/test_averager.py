@@ -68,7 +68,10 @@ def test_rounds_commit_the_same_for_all(members: int, codec: str) -> None:
                 assert in_step(*run.members)
                 if number == 0:
                     expected = weighted([contribution(index) for index in range(members)], weights)
-                    kept = weighted([run[index].averager.feedback.residual for index in range(members)], weights)
+                    kept = weighted(
+                        [run[index].averager.round_feedback.error_feedback.residual for index in range(members)],
+                        weights,
+                    )
                     torch.testing.assert_close(first.mean.double() + kept, expected, atol=1e-5, rtol=0)
                     if codec in MEAN_ATOL:
                         torch.testing.assert_close(first.mean.double(), expected, atol=MEAN_ATOL[codec], rtol=0)
@@ -91,7 +94,7 @@ def test_nothing_is_lost_when_weights_change() -> None:
                 applied += sum(weights) * outcomes[0].mean.double()
                 brought += sum(weights) * weighted([contribution(10 * number + index) for index in range(3)], weights)
             for index, weight in enumerate(rounds[-1]):
-                applied += weight * run[index].averager.feedback.residual.double()
+                applied += weight * run[index].averager.round_feedback.error_feedback.residual.double()
             torch.testing.assert_close(applied, brought, atol=2e-3, rtol=0)
 
     run_virtual(main())
@@ -159,7 +162,7 @@ def test_a_member_that_dies_in_the_exchange(kind: str) -> None:
             for start in range(0, ELEMENTS, 4096):
                 found, chunk = -run[0].anchor[start : start + 4096].double(), slice(start, start + 4096)
                 assert any(torch.allclose(found, mean[chunk], atol=1e-6) for mean in (both, all_three))
-            assert not any(bool(one.averager.feedback.residual.any()) for one in alive)
+            assert not any(bool(one.averager.round_feedback.error_feedback.residual.any()) for one in alive)
 
     run_virtual(main())
 
@@ -228,7 +231,7 @@ def test_the_verdict_ends_an_exchange_that_goes_on() -> None:
             assert all(isinstance(one, Committed) for one in outcomes)
             assert in_step(*run.members)
             assert now_s() < 3 * PATIENCE_S
-            assert not any(one.averager.feedback.in_round for one in run.members)
+            assert not any(one.averager.round_feedback.error_feedback.in_round for one in run.members)
 
     run_virtual(main())
 
@@ -266,7 +269,7 @@ def test_committed_bytes_that_nobody_has_any_more_mean_out_of_date() -> None:
                 run.network.faults.append(stalled(kind, run[holder].peer, 0, to=run[3].peer))
             outcomes = await together(*play_all(run, 0))
             assert [type(one) for one in outcomes] == [Committed] * 3 + [Resync]
-            assert not run[3].averager.feedback.in_round
+            assert not run[3].averager.round_feedback.error_feedback.in_round
 
     run_virtual(main())
 
@@ -363,7 +366,7 @@ def test_a_planned_member_that_missed_the_exchange_keeps_it_for_the_next() -> No
             outcomes = await together(run[0].play(contribution(0), 10), run[1].play(contribution(1), 10), away())
             assert all(isinstance(one, Committed) and one.included for one in outcomes)
             assert in_step(*run.members)
-            assert torch.equal(absent.averager.feedback.residual, contribution(2))
+            assert torch.equal(absent.averager.round_feedback.error_feedback.residual, contribution(2))
             outcomes = await together(*play_all(run, 10))
             assert isinstance(outcomes[0], Committed)
             expected = sum(contribution(seed).double() for seed in (10, 11, 12, 2)) / 3
@@ -378,7 +381,7 @@ def test_nothing_to_offer_still_gets_the_outcome() -> None:
             outcomes = await together(*play_all(run, 0, [10, 10, 0]))
             assert [isinstance(one, Committed) and one.included for one in outcomes] == [True, True, False]
             assert in_step(*run.members)
-            assert not bool(run[2].averager.feedback.residual.any())
+            assert not bool(run[2].averager.round_feedback.error_feedback.residual.any())
             close(-run[2].anchor, (contribution(0) + contribution(1)).double() / 2)
 
     run_virtual(main())
@@ -408,7 +411,7 @@ def test_another_state_than_the_runs_is_out_of_date() -> None:
                 run[0].play(contribution(3), 15), run[1].play(contribution(4), 15), run[2].average(contribution(5))
             )
             assert [type(one) for one in outcomes] == [Committed, Committed, Resync]
-            assert not run[2].averager.feedback.in_round
+            assert not run[2].averager.round_feedback.error_feedback.in_round
             assert in_step(run[0], run[1])
 
     run_virtual(main())
@@ -452,7 +455,7 @@ def test_who_is_given_up_in_the_exchange_keeps_nothing_of_it() -> None:
             assert lost.rejoined
             assert all(isinstance(one, Committed) for one in outcomes)
             assert in_step(*run.members)
-            assert not bool(lost.averager.feedback.residual.any())
+            assert not bool(lost.averager.round_feedback.error_feedback.residual.any())
             assert count(run.coordinator.machine.leases.pool) == 10
 
     run_virtual(main())
@@ -502,7 +505,7 @@ def test_a_reopened_round_goes_on() -> None:
                     outcome = await member.average(contribution(seed))
                     if not (isinstance(outcome, Aborted) and outcome.verdict is None):
                         return outcome
-                    assert not member.averager.feedback.in_round
+                    assert not member.averager.round_feedback.error_feedback.in_round
                     reopened.append(seed)
                     if seed == 0:
                         await member.work(10)
@@ -679,12 +682,14 @@ def test_the_last_committed_results_are_kept_and_none_of_aborted_rounds() -> Non
 def test_a_contribution_beyond_float32_is_refused_and_forgotten() -> None:
     async def main() -> None:
         async with swarm(1, run_toml(10), ELEMENTS) as run:
-            run[0].averager.feedback.load(torch.full((ELEMENTS,), 3e38))
+            run[0].averager.round_feedback.error_feedback.load(torch.full((ELEMENTS,), 3e38))
             await run[0].work(10)
             outcome = await run[0].average(torch.full((ELEMENTS,), 3e38))
             assert isinstance(outcome, Resync)
-            assert not run[0].averager.feedback.in_round
-            assert not bool(run[0].averager.feedback.residual.any()), "or it would be refused for ever"
+            assert not run[0].averager.round_feedback.error_feedback.in_round
+            assert not bool(run[0].averager.round_feedback.error_feedback.residual.any()), (
+                "or it would be refused for ever"
+            )
 
     run_virtual(main())
 
@@ -693,11 +698,11 @@ def test_a_residual_that_overflows_in_new_units_is_forgotten() -> None:
     async def main() -> None:
         async with swarm(1, run_toml(10), ELEMENTS) as run:
             averager = run[0].averager
-            averager.restore(CarriedResidual(torch.full((ELEMENTS,), 1e38), 1000))
+            averager.round_feedback.restore(CarriedResidual(torch.full((ELEMENTS,), 1e38), 1000))
             await run[0].work(10)
             assert isinstance(await run[0].average(torch.ones(ELEMENTS)), Resync)
-            assert averager.carried.weight_tokens == 0
-            assert not bool(averager.carried.residual.any()), "or it would be refused for ever"
+            assert averager.round_feedback.carried.weight_tokens == 0
+            assert not bool(averager.round_feedback.carried.residual.any()), "or it would be refused for ever"
 
     run_virtual(main())
 
@@ -725,7 +730,7 @@ def test_when_the_run_goes_back_the_work_and_the_residual_are_dropped() -> None:
     async def main() -> None:
         async with swarm(2, run_toml(20, "int8"), ELEMENTS) as run:
             await together(*play_all(run, 0))
-            assert all(bool(one.averager.carried.residual.any()) for one in run.members)
+            assert all(bool(one.averager.round_feedback.carried.residual.any()) for one in run.members)
             machine = run.coordinator.machine
             digest = machine.history.rounds[0].digest
             back = WentBack(from_version=1, digest=digest, vouched_round=0, keepers=())
@@ -734,6 +739,6 @@ def test_when_the_run_goes_back_the_work_and_the_residual_are_dropped() -> None:
             assert machine.anchor_version == 0
             outcomes = await together(*[one.average(contribution(5)) for one in run.members])
             assert outcomes == [Resync("back to version 0")] * 2
-            assert not any(bool(one.averager.carried.residual.any()) for one in run.members)
+            assert not any(bool(one.averager.round_feedback.carried.residual.any()) for one in run.members)
 
     run_virtual(main())

@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from shoal.swarm.averaging.buffer_pool import _SEGMENT_BYTES, Buffers, RoundBuffers, same_bytes
+from shoal.swarm.averaging.buffer_pool import _SEGMENT_BYTES, BufferPool, RoundBuffers, same_bytes
 
 
 def address(view: memoryview) -> int:
@@ -14,7 +14,7 @@ def address(view: memoryview) -> int:
 
 
 def test_what_follows_the_header_begins_a_cache_line() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     for header in (0, 1, 3, 5, 129):
         taken = buffers.take(header + 100, header)
         assert len(taken) == header + 100
@@ -24,7 +24,7 @@ def test_what_follows_the_header_begins_a_cache_line() -> None:
 
 
 def test_memory_comes_back_with_its_last_view_and_not_before() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     whole = buffers.take(1000)
     first = address(whole)
     part, tensor = whole[10:20], torch.frombuffer(whole[100:200], dtype=torch.uint8)
@@ -39,7 +39,7 @@ def test_memory_comes_back_with_its_last_view_and_not_before() -> None:
 
 
 def test_what_nobody_asks_for_is_let_go() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     held = buffers.take(10)
     del held
     large = buffers.floats(10**7)
@@ -75,7 +75,7 @@ def test_chunks_of_another_size_use_the_memory_of_those_before() -> None:
 
 def test_memory_that_every_round_needs_is_never_let_go() -> None:
     """Chunks that leave a quarter of each segment unused."""
-    buffers, places = Buffers(), []
+    buffers, places = BufferPool(), []
     kept: list[memoryview] = []
     for _ in range(8):
         results = [buffers.take(3_137_536) for _ in range(16)]
@@ -89,7 +89,7 @@ def test_memory_that_every_round_needs_is_never_let_go() -> None:
 
 
 def test_a_round_that_needs_a_little_less_leaves_the_memory_of_the_one_before() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     for count in (40, 34, 40, 34):
         chunks = [buffers.take(2**22) for _ in range(count)]
         del chunks
@@ -98,7 +98,7 @@ def test_a_round_that_needs_a_little_less_leaves_the_memory_of_the_one_before() 
 
 
 def test_what_is_taken_never_overlaps() -> None:
-    buffers, generator = Buffers(), Random(5)
+    buffers, generator = BufferPool(), Random(5)
     held: list[memoryview] = []
     for number in range(3000):
         if held and generator.random() < 0.45:
@@ -118,7 +118,7 @@ def test_what_is_taken_never_overlaps() -> None:
 
 
 def test_threads_never_share_a_buffer() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
 
     def work(number: int) -> bool:
         for _ in range(300):

@@ -4,9 +4,10 @@ import asyncio
 import gc
 
 import torch
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.grids import plan_of
 
-from shoal.compression.codec_map import CodecMap, get_codec_map
+from shoal.compression.codec_map import CodecMap
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.contribution import ContributionSource
 from shoal.swarm.averaging.results import ResultStore

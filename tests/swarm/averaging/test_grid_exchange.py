@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.exchanges import PATIENCE_S, Side, digests, make_sides, run_all, weighted_mean
 from tests.fakes.grids import PEERS, plan_of, sent_bytes
 from tests.fakes.means import MEAN_ATOL, weighted
@@ -15,12 +16,11 @@ from tests.fakes.memory_network import MemoryNetwork, at, changed, stalled
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
-from shoal.compression.codec_map import get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.formats import CODEC_NAMES
 from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.chunk_header import ChunkHeader
-from shoal.swarm.averaging.result_fetch import ensure_part
+from shoal.swarm.averaging.result_fetch import complete_part
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.rounds import Part, RoundPlan
 
@@ -276,7 +276,7 @@ async def vote(network: MemoryNetwork, sides: Sequence[Side]) -> None:
         peers = [side.store.plan.members[side.exchange._me].peer for side in sides]
         for side, peer in zip(sides, peers, strict=True):
             others = [one for one in peers if one != peer]
-            await ensure_part(network.endpoints[peer], side.store, part, wanted, others, Deadlines(PATIENCE_S))
+            await complete_part(network.endpoints[peer], side.store, part, wanted, others, Deadlines(PATIENCE_S))
 
 
 def check_means(plan: RoundPlan, alive: Sequence[Side], means: Sequence[Tensor]) -> None:

@@ -54,7 +54,7 @@ def test_nothing_is_lost_over_rounds_in_changing_rows(codec: str) -> None:
                 applied += sum(weights) * outcomes[0].mean.double()
                 brought += sum(weights) * mean
             for index, weight in enumerate(rounds[-1]):
-                applied += weight * run[index].averager.feedback.residual.double()
+                applied += weight * run[index].averager.round_feedback.error_feedback.residual.double()
             torch.testing.assert_close(applied, brought, atol=5e-3, rtol=0)
             assert len(rows) == len(rounds)
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.claims import claiming, generous, honest
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.exchanges import PATIENCE_S, Side, digests, make_sides, run_all
 from tests.fakes.grids import PEERS, plan_of
 from tests.fakes.memory_network import MemoryNetwork, changed
@@ -16,7 +17,6 @@ from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.compression.codec_map import get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.formats import CODEC_NAMES
 from shoal.compression.registry import get_codec
@@ -24,8 +24,8 @@ from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.norm_claims import MAX_RANGES, claim_of, pack, range_elements, ranges, unpack
-from shoal.swarm.averaging.reduction import PartReducer, Reduced
-from shoal.swarm.averaging.result_fetch import adopt_agreed, ensure_part
+from shoal.swarm.averaging.reduction import PartReducer, ReducedChunk
+from shoal.swarm.averaging.result_fetch import adopt_agreed, complete_part
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound
@@ -63,7 +63,7 @@ class OnePart:
         self.reducer.offer(index, 1, self.codec.encode(values))
         start, stop = self.bounds[index]
         made = self.reducer.reduce(index, (torch.zeros(stop - start), torch.zeros(stop - start)))
-        assert isinstance(made, Reduced)
+        assert isinstance(made, ReducedChunk)
         return 1 in made.included
 
 
@@ -359,7 +359,7 @@ def test_committed_means_above_the_bound_are_taken_and_told(caplog: pytest.LogCa
                 owner.check_norm(index, data)
             await owner.put(index, data)
         digest = owner.digest(part)
-        await ensure_part(network.endpoints[PEERS[1]], late, part, digest, PEERS[:1], Deadlines(PATIENCE_S))
+        await complete_part(network.endpoints[PEERS[1]], late, part, digest, PEERS[:1], Deadlines(PATIENCE_S))
         assert late.holds(part, digest)
 
     run_virtual(main())

@@ -12,7 +12,7 @@ from tests.fakes.virtual_clock import run_virtual, until
 from torch import Tensor
 
 from shoal.swarm.averaging.chunk_streams import Chunks, PrefetchedStream, StreamMeter
-from shoal.swarm.averaging.outcome import Committed, Outcome
+from shoal.swarm.averaging.outcome import Committed, RoundOutcome
 from shoal.swarm.errors import BlobUnavailable, LinkError
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 from shoal.swarm.sample_ranges import count
@@ -81,7 +81,7 @@ def test_another_plan_than_expected(elements: int) -> None:
             expected = weighted([contribution(elements, 0), contribution(elements, 1)], [1, 1])
             torch.testing.assert_close(outcomes[0].mean.double(), expected, atol=1e-5, rtol=0)
             assert len({member.digest for member in run.members}) == 1
-            assert not any(bool(member.averager.feedback.residual.any()) for member in run.members)
+            assert not any(bool(member.averager.round_feedback.error_feedback.residual.any()) for member in run.members)
 
     run_virtual(main())
 
@@ -99,7 +99,7 @@ def test_what_was_given_ahead_counts_though_its_member_hears_of_the_verdict_only
             assert all(isinstance(one, Committed) and one.included for one in outcomes)
             assert isinstance(outcomes[0], Committed)
             torch.testing.assert_close(outcomes[0].mean.double(), weighted(brought, [1, 1, 1]), atol=1e-5, rtol=0)
-            assert not bool(deaf.averager.feedback.residual.any()), "it is in the mean"
+            assert not bool(deaf.averager.round_feedback.error_feedback.residual.any()), "it is in the mean"
 
     run_virtual(main())
 
@@ -199,7 +199,7 @@ def test_a_coordinator_that_starts_anew_between_closing_and_plan() -> None:
             outcomes = await asyncio.gather(*plays)
             mean_of(outcomes, [contribution(SMALL, index) for index in range(3)])
             assert not run[0].view.as_expected
-            assert not any(bool(member.averager.feedback.residual.any()) for member in run.members)
+            assert not any(bool(member.averager.round_feedback.error_feedback.residual.any()) for member in run.members)
 
     run_virtual(main())
 
@@ -255,7 +255,7 @@ def test_a_grid_begins_nothing_ahead() -> None:
     run_virtual(main())
 
 
-def mean_of(outcomes: list[Outcome], brought: list[Tensor]) -> None:
+def mean_of(outcomes: list[RoundOutcome], brought: list[Tensor]) -> None:
     """Of just these, and all the same."""
     for one in outcomes:
         assert isinstance(one, Committed)

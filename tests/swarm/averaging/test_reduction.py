@@ -3,17 +3,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tests.fakes.claims import claiming, generous
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.grids import plan_of
 from tests.fakes.means import MEAN_ATOL
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.compression.codec_map import get_codec_map
 from shoal.compression.formats import CODEC_NAMES
 from shoal.compression.registry import get_codec
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
-from shoal.swarm.averaging.reduction import PartReducer, Reduced
+from shoal.swarm.averaging.reduction import PartReducer, ReducedChunk
 
 SIZE = 700
 
@@ -34,9 +34,9 @@ def reducer(weights: Sequence[int], own: int = 0, codec: str = "float32", chunks
     return PartReducer(codec_map, limits, flat(weights), bounds, own)
 
 
-def reduced(work: PartReducer, chunk: int, own: Tensor | None) -> Reduced:
+def reduced(work: PartReducer, chunk: int, own: Tensor | None) -> ReducedChunk:
     made = work.reduce(chunk, None if own is None else (own, torch.zeros_like(own)))
-    assert isinstance(made, Reduced)
+    assert isinstance(made, ReducedChunk)
     return made
 
 
@@ -48,7 +48,7 @@ def result_codec(codec: str, members: int) -> Codec:
     return get_codec_map(codec).result(0, SIZE, members)
 
 
-def decoded(made: Reduced, group: Group, codec: str = "float32") -> Tensor:
+def decoded(made: ReducedChunk, group: Group, codec: str = "float32") -> Tensor:
     return result_codec(codec, len(group.members)).decode(made.result[group.header_bytes :], SIZE)
 
 

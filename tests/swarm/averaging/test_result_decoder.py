@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 import torch
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.grids import plan_of
 from tests.fakes.rounds import results_of, verdict_on
 
-from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.results import ResultDecoder, ResultStore, chunks_of
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.types import MAX_MEMBERS

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.grids import PEERS, plan_of
 from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.rounds import results_of, verdict_on
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.result_fetch import fetch_committed
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import LinkError

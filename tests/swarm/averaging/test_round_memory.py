@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
+from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.swarm import run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.buffer_pool import _SEGMENT_BYTES
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.averaging.reduction import _WINDOW
