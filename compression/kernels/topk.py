@@ -1,6 +1,6 @@
 """Top-k as numba kernels: selection and packing of chunks, and unpacking, whatever the bytes are.
 
-No fastmath: each floating-point operation is rounded once, as in ``topk_torch.py``, which gives the same bits.
+No fastmath: each floating-point operation is rounded once, as in ``compression/topk.py``, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.compression.kernels.jit import njit
-from shoal.compression.topk_format import (
+from shoal.compression.formats import (
     LARGEST_SCALE_BITS,
     MAX_BFLOAT16_BITS,
     SPLIT_STEPS,
     TOO_LARGE_BITS,
     ChunkFormat,
-    Shape,
+    ChunkShape,
 )
+from shoal.compression.kernels.jit import njit
 
 _ROWS = 8
 _SPAN = 4096
@@ -211,7 +211,7 @@ def finite_sums(values: Floats, residual: Floats) -> bool:
 
 
 @njit
-def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> bool:
+def encode(values: Floats, residual: Floats, packed: Bytes, shape: ChunkShape) -> bool:
     """Pack whole chunks of ``values + residual`` into ``packed``; what is lost stays in ``residual``.
 
     An empty ``residual`` is none. False when a sum is not finite; only chunks before it have changed then.
@@ -281,15 +281,15 @@ def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> boo
 
 
 @njit
-def _rooms(shape: Shape) -> tuple[Ints, Floats]:
+def _rooms(shape: ChunkShape) -> tuple[Ints, Floats]:
     """Allocate a chunk's indices and values for ``_unpack``; no upper bits can make it write past the indices."""
     keep, upper_bits = shape[1], shape[3]
     return np.empty(upper_bits + 9, np.int32), np.empty(keep, np.float32)
 
 
 @njit
-def _unpack(record: Bytes, shape: Shape, indices: Ints, values: Floats) -> int:
-    """Unpack one chunk's indices and values; returns 0, or an index of ``topk_format.REASONS``."""
+def _unpack(record: Bytes, shape: ChunkShape, indices: Ints, values: Floats) -> int:
+    """Unpack one chunk's indices and values; returns 0, or an index of ``_REASONS`` in ``compression/topk.py``."""
     size, keep, low_bits, _, value_bits, low_at, code_at, _ = shape
     found = 0
     for place in range(8 * (low_at - 4)):
@@ -345,8 +345,8 @@ def _unpack(record: Bytes, shape: Shape, indices: Ints, values: Floats) -> int:
 
 
 @njit
-def decode(packed: Bytes, out: Floats, shape: Shape) -> int:
-    """Unpack whole chunks into ``out``; returns 0, or an index of ``topk_format.REASONS``."""
+def decode(packed: Bytes, out: Floats, shape: ChunkShape) -> int:
+    """Unpack whole chunks into ``out``; returns 0, or an index of ``_REASONS`` in ``compression/topk.py``."""
     size, record = shape[0], shape[7]
     indices, values = _rooms(shape)
     for chunk in range(out.size // size):
@@ -361,7 +361,7 @@ def decode(packed: Bytes, out: Floats, shape: Shape) -> int:
 
 
 @njit
-def unpack(packed: Bytes, indices: Shorts, values: Floats, shape: Shape) -> int:
+def unpack(packed: Bytes, indices: Shorts, values: Floats, shape: ChunkShape) -> int:
     """Unpack ``keep`` indices, each within its chunk, and values of every chunk; returns as ``decode``."""
     keep, record = shape[1], shape[7]
     own, own_values = _rooms(shape)
@@ -377,7 +377,7 @@ def unpack(packed: Bytes, indices: Shorts, values: Floats, shape: Shape) -> int:
 
 
 @njit
-def add(indices: Shorts, values: Floats, total: Floats, weight: np.float32, shape: Shape) -> None:
+def add(indices: Shorts, values: Floats, total: Floats, weight: np.float32, shape: ChunkShape) -> None:
     """Add ``weight`` times the result of a successful ``unpack`` to ``total``."""
     size, keep = shape[0], shape[1]
     for chunk in range(total.size // size):
