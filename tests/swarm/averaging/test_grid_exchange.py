@@ -273,7 +273,7 @@ async def vote(network: MemoryNetwork, sides: Sequence[Side]) -> None:
     for part, held in zip(sides[0].store.plan.parts, zip(*map(digests, sides), strict=True), strict=True):
         wanted = Counter(held).most_common(1)[0][0]
         assert wanted is not None
-        peers = [side.store.plan.members[side.exchange._me].peer for side in sides]
+        peers = [side.store.plan.members[side.exchange.me].peer for side in sides]
         for side, peer in zip(sides, peers, strict=True):
             others = [one for one in peers if one != peer]
             await complete_part(network.endpoints[peer], side.store, part, wanted, others, Deadlines(PATIENCE_S))
@@ -282,7 +282,7 @@ async def vote(network: MemoryNetwork, sides: Sequence[Side]) -> None:
 def check_means(plan: RoundPlan, alive: Sequence[Side], means: Sequence[Tensor]) -> None:
     """The mean of a chunk is that of its members, and what the living brought is in it or in their residuals."""
     store = alive[0].store
-    brought = {PEERS.index(side.store.plan.members[side.exchange._me].peer): side for side in alive}
+    brought = {PEERS.index(side.store.plan.members[side.exchange.me].peer): side for side in alive}
     everybody = make_sides(MemoryNetwork(), plan)  # what the dead brought
     for chunk in range(store.chunks):
         start, stop = store.bounds(chunk)
