@@ -146,6 +146,8 @@ class TopK(Codec):
         Tensors, the indices within the part; with kernels arrays, each index within its chunk. Raises CodecError."""
         kernels = self.compiled(raw.device)
         for part, chunks, form in self._split(raw, n):
+            indices: Any
+            sent: Any
             if kernels is None:
                 wrong, indices, sent = _unpack(chunks.view(-1, form.packed_bytes), form)
             else:
