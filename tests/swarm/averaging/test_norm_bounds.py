@@ -363,7 +363,7 @@ def test_committed_means_above_the_bound_are_taken_and_told(caplog: pytest.LogCa
         assert late.holds(part, digest)
 
     run_virtual(main())
-    assert "committed with a mean above the bound" in caplog.text
+    assert "committed with a mean above the plan's bound" in caplog.text
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
