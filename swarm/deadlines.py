@@ -35,7 +35,7 @@ class Deadlines:
 
     @property
     def announce_s(self) -> float:
-        """How far ahead the closing of a round is announced, so that all members know of it in time."""
+        """Lead with which the closing of a round is announced, so that all members know of it in time."""
         return 2 * self.heartbeat_s
 
     @property
@@ -47,7 +47,7 @@ class Deadlines:
 
     @property
     def ready_s(self) -> float:
-        """From the announced closing until the round continues without members that are not ready."""
+        """Time from the announced closing until the round continues without members that are not ready."""
         return self.patience_s
 
     @property
@@ -115,7 +115,7 @@ class Deadlines:
         return 4 * (round_s + 4 * self.patience_s)
 
     def rest_s(self, times: int) -> float:
-        """For how long a peer that stalled a pipeline is assigned no stage, after ``times`` earlier rests."""
+        """Time during which a peer that stalled a pipeline is assigned no stage, after ``times`` earlier rests."""
         return self.patience_s * min(4 << min(times, 8), 64)
 
     @property

@@ -400,7 +400,7 @@ class CoordinatorClient:
 
     @property
     def closes_at_s(self) -> float | None:
-        """When the round closes, on the event loop's clock; None if not announced yet."""
+        """Closing time of the round on the event loop's clock; None if not announced yet."""
         return self._closes_at_s
 
     async def wait_for(self, predicate: Callable[[RunView], bool], timeout_s: float | None = None) -> RunView:

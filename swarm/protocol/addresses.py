@@ -91,7 +91,7 @@ _LEAST_FIRST: tuple[Reach, ...] = ("public", "private", "link", "machine")
 
 
 def least_reach(hosts: Iterable[str]) -> Reach:
-    """Of the reaches of one machine's addresses, the one that lets its coordinator vouch for the fewest others."""
+    """The reach among a coordinator's addresses with which it may vouch for the fewest other addresses."""
     found = {reach_of(host) for host in hosts}
     return next((reach for reach in _LEAST_FIRST if reach in found), "none")
 

@@ -192,14 +192,14 @@ class PeerToCoordinatorDrive(Message):
 
 
 class PeerToCoordinatorClaim(Message):
-    """In a stage's scope: claim samples, so that their gradient counts in this replica of the stage and in no other."""
+    """Claim samples in a stage's scope, so that their gradient counts in this replica and in no other."""
 
     round: Count
     ranges: Annotated[tuple[SampleRange, ...], Field(min_length=1, max_length=MAX_RANGES)]
 
 
 class PeerToCoordinatorRelease(Message):
-    """In a stage's scope: release claimed samples that this replica will not finish; any replica may claim them."""
+    """Release claimed samples that this replica of a stage will not finish; any replica may claim them."""
 
     round: Count
     ranges: Annotated[tuple[SampleRange, ...], Field(min_length=1, max_length=MAX_RANGES)]

@@ -109,7 +109,7 @@ class RoundPlan(Record):
         return self
 
     def row_reducers(self, part: Part) -> tuple[int, ...]:
-        """Of each row, who collects it for this part; the owner for its own row. None in a flat group."""
+        """Row reducers of a part, one for each row, the owner for its own row; empty in a flat group."""
         return self.columns[part.column] if self.columns else ()
 
 

@@ -330,14 +330,14 @@ class MemberStatus(Record):
 class Blob(Record):
     """Name of bytes that a member offers in chunks.
 
-    ``contribution``: what it brings to the round; ``partial``: a row reducer's means of its row, for the owners;
-    ``result``: means of a round, each as soon as it is held here; ``held``: the same as they are now, empty where there
-    is none yet; ``state``: anchor and outer optimizer state of an anchor version; ``state_lossless``: the same, packed;
-    ``state_digests``: those of its chunks; ``anchor_bfloat16`` and its digests: the anchor rounded; ``probe``: random
-    bytes, to learn what a link carries; ``activation`` and ``gradient``: a tensor that was offered for a micro-batch;
-    ``start``: a tensor that the run starts from, by its place among all names in alphabetical order. ``grid``: of a
-    contribution, how many elements a chunk has: it may have been cut for a plan that did not come. ``scope``: whose; a
-    run and its stages have rounds and anchor versions of the same numbers.
+    ``contribution``: of the member to a round; ``partial``: a row reducer's means of its row, for the owners;
+    ``result``: means of a round, each as soon as it is held here; ``held``: the means held now, empty for the others;
+    ``state``: anchor and outer optimizer state of an anchor version; ``state_lossless``: the same, compressed;
+    ``state_digests``: digests of its chunks; ``anchor_bfloat16`` and its digests: the rounded anchor; ``probe``: random
+    bytes to measure a link; ``activation`` and ``gradient``: a tensor offered for a micro-batch; ``start``: a tensor of
+    the checkpoint that the run starts from, by its index among the sorted names. ``grid``: elements in a chunk of a
+    contribution, which may have been cut for a plan that was not used. ``scope``: of the run or stage, as their rounds
+    and anchor versions have the same numbers.
     """
 
     kind: Literal[

@@ -73,7 +73,7 @@ class Uplink:
 
     @property
     def sleep_s(self) -> float:
-        """How long received data may wait in the kernel; 0 for links that are too fast or unknown."""
+        """Time for which received data may wait in the kernel; 0 for links that are too fast or unknown."""
         if not 0 < self._base_bps <= _FASTEST_BPS:
             return 0.0
         return min(_MAX_SLEEP_S, 8 * _MAX_SLEPT_BYTES / self._base_bps)
@@ -156,7 +156,7 @@ class Pacing:
 
     @property
     def sleep_s(self) -> float:
-        """How long the thread sleeps between two reads, so that data read together is acknowledged together.
+        """Sleep of the thread between two reads, so that data read together is acknowledged together.
 
         Otherwise Linux acknowledges every second packet: 1.7 % of a link that is busy in both directions."""
         return self._uplink.sleep_s if self._is_far else 0.0
