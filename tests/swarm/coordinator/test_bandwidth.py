@@ -1,3 +1,5 @@
+"""Tests of bandwidth: estimates from the reports of rounds."""
+
 import pytest
 from tests.swarm.coordinator import world as worlds
 from tests.swarm.coordinator.test_rounds import PLAN, some_plan

@@ -1,3 +1,5 @@
+"""Tests of local_journal: reading, leases, full disks, damage, and death at every step."""
+
 import itertools
 import os
 import threading

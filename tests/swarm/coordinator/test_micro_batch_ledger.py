@@ -1,3 +1,5 @@
+"""Tests of micro_batch_ledger: which micro-batches are driven, and fair parts."""
+
 from __future__ import annotations
 
 from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger, fair_samples

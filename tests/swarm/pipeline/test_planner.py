@@ -1,3 +1,5 @@
+"""Tests of planner and solver: first plans."""
+
 import random
 from dataclasses import replace
 

@@ -1,3 +1,5 @@
+"""Tests of planner.replan: few moves when peers come and go."""
+
 import random
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
