@@ -157,8 +157,8 @@ async def host(
                     backup.keep(name, data)
             _write(state / RUN_FILE, text.encode())
             service.observe(report)
-            machine = service.machine
-            resumed = machine.round_number, machine.anchor_version
+            scope = service.scope
+            resumed = scope.round_number, scope.anchor_version
             on_start(Hosting(invite, run.hash, state, run.start, run.pins, *resumed))
             await service.wait(stop)
     finally:

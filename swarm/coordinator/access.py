@@ -109,7 +109,7 @@ class Access:
             del self._under_way[curve_key]
 
 
-def gives_way(network: str, newcomers: Iterable[tuple[str, str, int]]) -> str | None:
+def choose_evicted(network: str, newcomers: Iterable[tuple[str, str, int]]) -> str | None:
     """Choose which of the newcomers, (peer, network, standing) in the order in which they came, has to go for one more
     from ``network``; None if nobody has to. Places are shared evenly among networks: of the network that has the most,
     who has the least standing goes, of equals the last to come."""

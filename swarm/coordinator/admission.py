@@ -1,193 +1,112 @@
-"""Admission to a scope: members come, describe their model and go, and every request's key is one of theirs."""
+"""Admission to a scope: members join and leave, and every request's key has to be a member's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from shoal.swarm.coordinator import events as ev
-from shoal.swarm.coordinator.access import OBSERVERS, OBSERVERS_PER_NETWORK, Access, gives_way
+from shoal.swarm.coordinator.access import OBSERVERS, OBSERVERS_PER_NETWORK, Access, choose_evicted
+from shoal.swarm.coordinator.event_log import EventLog
+from shoal.swarm.coordinator.events import JournalEvent, MemberJoined, MemberLost
 from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, Superseded, TryLater
+from shoal.swarm.errors import NotAdmitted, RunEnded, Superseded, TryLater
 from shoal.swarm.protocol.identity import peer_id, verify_certificate
-from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import Certificate, DeviceInfo, Role, RosterEntry, TensorSpec
+from shoal.swarm.protocol.types import Certificate, DeviceInfo, Role, RosterEntry
 
 # Bytes that members sent ------------------------------------------------------------------------------------
 
-_MOST = 2**62
+_MAX_BYTES = 2**62
 """What a message has room for."""
 
 
 @dataclass
 class SentBytes:
-    """A counter belongs to one process, which its CURVE key names: a member that starts again begins at 0."""
+    """Sum of the bytes that members sent since the last verdict, from their heartbeats.
 
-    _said: dict[str, tuple[bytes, int]] = field(default_factory=dict)
-    """By peer: the process that it is, and what that one has said last."""
+    A member's counter belongs to one process, named by its CURVE key: a member that starts again begins at 0."""
+
+    _reported: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    """By peer: the process's key, and the last count that this process reported."""
     _since_verdict: int = 0
 
-    def begin(self, peer: str, curve_key: bytes) -> None:
-        """A new process: all that it will have sent was sent from now on."""
-        self._said[peer] = (curve_key, 0)
+    def start_process(self, peer: str, curve_key: bytes) -> None:
+        """Count everything that this new process will report."""
+        self._reported[peer] = (curve_key, 0)
 
-    def hear(self, peer: str, curve_key: bytes, sent_bytes: int) -> None:
-        """A heartbeat. What a process that was there before us has sent since when nobody knows."""
-        key, before = self._said.get(peer, (curve_key, sent_bytes))
+    def add(self, peer: str, curve_key: bytes, sent_bytes: int) -> None:
+        """Add a heartbeat's count, less what the same process reported before.
+
+        The first count of a process that is older than this coordinator adds nothing: when it was sent is unknown."""
+        key, before = self._reported.get(peer, (curve_key, sent_bytes))
         if key != curve_key:
             before = sent_bytes
         self._since_verdict += max(0, sent_bytes - before)
-        self._said[peer] = (curve_key, max(before, sent_bytes))
+        self._reported[peer] = (curve_key, max(before, sent_bytes))
 
     def forget(self, peer: str) -> None:
-        """It has left for good."""
-        self._said.pop(peer, None)
+        self._reported.pop(peer, None)
 
     def take(self) -> int:
-        """The sum since it was taken last."""
-        taken, self._since_verdict = min(self._since_verdict, _MOST), 0
+        """Return the sum since it was taken last."""
+        taken, self._since_verdict = min(self._since_verdict, _MAX_BYTES), 0
         return taken
 
 
-_MAX_ELEMENTS = 2**40
-_EXACT_DTYPES = ("float32", "float64")
-"""Parameters of these types hold every value of a float32 anchor."""
+# Admission --------------------------------------------------------------------------------------------------
 
-_BELIEVED_S = 86_400.0
-"""For how long a newcomer's word that it gets on keeps its place without any work of it in a round: a very large state
+_MAX_UNPROVEN_S = 86_400.0
+"""For how long a newcomer keeps its place by reports of progress alone, without any work in a round: a very large state
 over a slow link takes a day."""
 
-DATA_DIFFERS = (
-    "this machine's data differs from the run's: use the same Python version as the others, or ask the host for a run "
-    'on the same files (data.source = "text:GLOB" or "tokens:FILE")'
-)
-"""All that is said of it: neither side shows the other what it has."""
+
+class Standing(NamedTuple):
+    """What speaks for keeping a member: a record, committed rounds that it was in, a place in a pipeline."""
+
+    has_record: bool
+    rounds: int
+    has_place: bool = False
 
 
-class MemberScope:
-    """What every scope of a run has: members, the model that they train, and events for the journal.
-
-    A plain run is one scope; a pipeline has the run's own and one for each stage. The state is changed by events alone
-    (``record``, ``replay``), but for what heartbeats say and for moments."""
-
-    def __init__(self, run: RunFile, now_s: float, epoch: int) -> None:
-        """``epoch``: of the lease on the journal; roster versions go on from it, as observers are not journaled."""
-        self.run = run
-        self.epoch = epoch
-        self.deadlines = Deadlines(run.round.patience_s)
-        self.membership = Membership(roster_version=epoch)
-        self.model: PeerToCoordinatorDescribeModel | None = None
-        self.elements = 0
-        """Of the model: every contribution's claim is checked against that, and layouts are long."""
-        self.anchor_version = 0
-        self.announcements = 0
-        self.now_s = now_s
-        self.unix_offset_s = 0.0
-        """Unix time less the clock of all moments here; whoever has the clocks keeps it right."""
-        self.sent_bytes = SentBytes()
-        self.access = Access(run.access)
-        self._ticked_s = now_s
-        self._events: list[ev.JournalEvent] = []
+class AdmittingScope(Protocol):
+    """Scope to which members are admitted, as far as admission needs it."""
 
     @property
-    def has_ended(self) -> bool:
-        """Whether nobody trains in it any more."""
-        raise NotImplementedError
+    def membership(self) -> Membership: ...
+    @property
+    def has_ended(self) -> bool: ...
+    def standing(self, peer: str) -> Standing: ...
+    def record(self, event: JournalEvent) -> None: ...
 
-    def take_events(self) -> list[ev.JournalEvent]:
-        """The events since the last call, for the journal."""
-        taken, self._events = self._events, []
-        return taken
 
-    def replay(self, journal: Sequence[ev.JournalEvent], now_s: float) -> None:
-        """Take over a journal; whoever was alive gets the whole patience to be heard again."""
-        self.now_s = now_s
-        for event in journal:
-            self._apply(event)
+class Admission:
+    """Decides who joins a scope and who loses its place there. Part of a run's own scope and of each stage's.
 
-    def begin(self) -> None:
-        """Once the journal is taken over: whoever takes it over next shall know of us."""
-        self.record(ev.CoordinatorStarted(epoch=self.epoch))
+    Typed errors tell whoever asked why not. ``access`` holds the limits on joins."""
 
-    def record(self, event: ev.JournalEvent) -> None:
-        """Observers are no part of the run's history."""
-        match event:
-            case ev.MemberJoined(entry=entry):
-                passing = entry.role == "observer"
-            case ev.MemberLost(peer=peer):
-                passing = self.membership.is_observer(peer)
-            case _:
-                passing = False
-        self._apply(event)
-        if not passing:
-            self._keep(event)
-        if not isinstance(event, ev.LeaseGranted | ev.SamplesDriven | ev.SamplesClaimed):
-            self.announcements += 1
-
-    def _keep(self, event: ev.JournalEvent) -> None:
-        self._events.append(event)
-
-    def _apply(self, event: ev.JournalEvent) -> None:
-        match event:
-            case ev.ModelDescribed():
-                self.model, self.elements = event.model, event.model.elements
-            case ev.MemberJoined():
-                self.membership.join(event, self.now_s, self.anchor_version)
-            case ev.MemberLost():
-                self.membership.lose(event)
-                for peer in self.membership.forget_strangers(self.left_traces):
-                    self.sent_bytes.forget(peer)
-            case ev.CoordinatorStarted():
-                self.membership.roster_version = max(self.membership.roster_version, self.epoch)
-            case _:
-                raise AssertionError(f"no rule for {type(event).__name__}")
-
-    def has_record(self, peer: str) -> bool:
-        """Whether enough of its work was committed (``Member.has_record``)."""
-        member = self.membership.members.get(peer)
-        return member is not None and member.has_record
-
-    def standing(self, peer: str) -> int:
-        """What speaks for keeping a member without a record: the committed rounds that it was in."""
-        return self.membership.members[peer].rounds_committed
-
-    def may_be_idle(self, peer: str) -> bool:
-        """Whether it has to get on by itself, and does not only wait for others."""
-        return not self.has_record(peer)
-
-    def left_traces(self, peer: str) -> bool:
-        """Whether the run would be another one without this member."""
-        member = self.membership.members[peer]
-        return bool(member.rounds_committed or member.tokens_committed or member.failures)
-
-    def excuse_own_silence(self, now_s: float) -> float:
-        """When we stood still (a suspended machine, a slow disk), nobody else was late. Returns for how long, or 0."""
-        stood_s, self._ticked_s = now_s - self._ticked_s, now_s
-        if stood_s <= self.deadlines.heartbeat_s:
-            return 0.0
-        self.membership.excuse(stood_s, now_s)
-        return stood_s
-
-    def lose_silent(self, now_s: float) -> None:
-        """Whoever has not been heard for too long is out."""
-        for peer in self.membership.silent(now_s, self.deadlines.dead_s):
-            self.record(ev.MemberLost(peer=peer, reason="silent"))
-
-    # Joining, describing the model, leaving: all but ``leave`` may raise a typed error for who asked ----------
+    def __init__(self, run: RunFile, log: EventLog, scope: AdmittingScope) -> None:
+        self.access = Access(run.access)
+        self.sent_bytes = SentBytes()
+        self._run = run
+        self._log = log
+        self._scope = scope
+        self._deadlines = Deadlines(run.round.patience_s)
 
     @contextmanager
     def joining(self, certificate: Certificate, role: Role, network: str, now_s: float) -> Iterator[str]:
-        """While somebody joins: whom the certificate proves it to be. Before anything else is done for it: the limits
-        of ``[access]``, then the certificate; of an identity that the run knows the certificate first, so that nobody
-        else uses up what it may. Raises ``TryLater`` and ``NotAdmitted``."""
+        """Hold one of the places for joins under way, and yield the peer that the certificate proves.
+
+        The limits of ``[access]`` are asked before the certificate is verified. For an identity that the run knows it
+        is the other way round, so that nobody else uses up its joins. Raises ``TryLater``, ``NotAdmitted``,
+        ``RunEnded`` and ``Superseded``."""
         self.refuse_replaced(certificate.curve_key)
-        self._refuse_if_over(role)
+        self._refuse_after_end(role)
         claimed, is_observer = peer_id(certificate.identity_key), role == "observer"
-        member = self.membership.members.get(claimed)
-        is_known = self.has_record(claimed) or (member is not None and member.alive)
+        member = self._scope.membership.members.get(claimed)
+        is_known = self._scope.standing(claimed).has_record or (member is not None and member.alive)
         with self.access.under_way(certificate.curve_key, network, is_known):
             if not is_known:
                 self.access.take(network, is_observer, now_s)
@@ -198,149 +117,101 @@ class MemberScope:
             yield peer
 
     def join(self, entry: RosterEntry, device: DeviceInfo, now_s: float, network: str = "") -> None:
-        """Admit a member. The same identity with another key is a new process: the old one's work is free again."""
-        self.now_s = now_s
+        """Admit a member. The same identity with another key is a new process; the samples of the old one are freed."""
+        self._log.now_s = now_s
+        membership, record = self._scope.membership, self._scope.record
         self.refuse_replaced(entry.certificate.curve_key)
-        self._refuse_if_over(entry.role)
-        known = self.membership.members.get(entry.peer)
+        self._refuse_after_end(entry.role)
+        known = membership.members.get(entry.peer)
         if known is not None and known.entry.role != "observer" and entry.role == "observer":
-            raise NotAdmitted("this identity trains in the run; look at the run with another one")
+            raise NotAdmitted("this identity trains in the run: look at the run with another identity")
         if known is not None and known.alive:
             if known.entry.certificate.curve_key == entry.certificate.curve_key:
                 known.heard_s = now_s
                 return
-            self.record(ev.MemberLost(peer=entry.peer, reason="joined again"))
-        in_its_place = self._make_room(entry.peer, entry.role, network)
-        if in_its_place is not None:
-            self.record(ev.MemberLost(peer=in_its_place, reason="made room for another network"))
+            record(MemberLost(peer=entry.peer, reason="joined again"))
+        evicted = self._make_room(entry.peer, entry.role, network)
+        if evicted is not None:
+            record(MemberLost(peer=evicted, reason="made room for another network"))
         is_new = known is None or known.entry.certificate.curve_key != entry.certificate.curve_key
         if is_new and entry.role != "observer":
-            self.sent_bytes.begin(entry.peer, entry.certificate.curve_key)
-        self.record(ev.MemberJoined(entry=entry, device=device, network=network))
+            self.sent_bytes.start_process(entry.peer, entry.certificate.curve_key)
+        record(MemberJoined(entry=entry, device=device, network=network))
 
-    def _refuse_if_over(self, role: Role) -> None:
-        if self.has_ended and role != "observer":
-            raise RunEnded(f"the run {self.run.run.name} is over; `shoal export` still gives its model")
+    def _refuse_after_end(self, role: Role) -> None:
+        if self._scope.has_ended and role != "observer":
+            raise RunEnded(f"the run {self._run.run.name} is over; `shoal export` still gives its model")
 
     def _make_room(self, peer: str, role: Role, network: str) -> str | None:
-        """Whether there is a place for it: None, or who has to go for it. Raises ``TryLater`` when there is none."""
-        is_observer, has_record = role == "observer", self.has_record(peer)
-        alike = [
-            (other, one.network, self.standing(other))
-            for other, one in self.membership.members.items()
+        """Return the member that has to leave for this one; None if there is a free place. Raises ``TryLater``."""
+        is_observer, membership = role == "observer", self._scope.membership
+        standings = {
+            other: self._scope.standing(other)
+            for other, one in membership.members.items()
             if one.alive and other != peer and (one.entry.role == "observer") == is_observer
+        }
+        newcomers = [
+            (other, membership.members[other].network, standing.rounds + standing.has_place)
+            for other, standing in standings.items()
+            if is_observer or not standing.has_record
         ]
-        newcomers = [one for one in alike if is_observer or not self.has_record(one[0])]
-        limits = self.run.access
+        limits = self._run.access
         most, of_network = OBSERVERS, OBSERVERS_PER_NETWORK
         if not is_observer:
-            most, of_network = limits.newcomers(len(alike) - len(newcomers)), limits.members_per_network
-        is_full = not self.membership.places_left(role)
-        if has_record:
+            most, of_network = limits.newcomers(len(standings) - len(newcomers)), limits.members_per_network
+        kind = "guests" if is_observer else "members without a record of committed work"
+        is_full = not membership.places_left(role)
+        if self._scope.standing(peer).has_record:
             if not is_full:
                 return None
         elif sum(of == network for _, of, _ in newcomers) >= of_network:
             raise TryLater(
-                f"the run {self.run.run.name} has {of_network} {_what(is_observer)} from the network {network}, "
+                f"the run {self._run.run.name} has {of_network} {kind} from the network {network}, "
                 "and takes no more from there: try again in a few minutes"
             )
         elif len(newcomers) < most and not is_full:
             return None
-        in_its_place = gives_way(network, newcomers)
-        if in_its_place is None:
+        evicted = choose_evicted(network, newcomers)
+        if evicted is None:
             raise TryLater(
-                f"the run {self.run.run.name} is full: it takes no more than {len(newcomers)} {_what(is_observer)}; "
+                f"the run {self._run.run.name} is full: it takes no more than {len(newcomers)} {kind}; "
                 "try again in a few minutes"
             )
-        return in_its_place
-
-    def lose_idle(self, now_s: float) -> None:
-        """Whoever has no record and gets on with nothing leaves its place to others; it may join again."""
-        if self.has_ended:
-            return
-        patience_s = self.deadlines.newcomer_s(self.run.round.max_s)
-        for peer, one in list(self.membership.members.items()):
-            is_idle = now_s - one.progress_s > patience_s or now_s - one.worked_s > _BELIEVED_S
-            if is_idle and one.alive and one.entry.role != "observer" and self.may_be_idle(peer):
-                self.record(ev.MemberLost(peer=peer, reason="idle"))
-
-    def describe_model(self, peer: str, model: PeerToCoordinatorDescribeModel) -> None:
-        """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the run's first peer."""
-        if self.membership.is_observer(peer):
-            raise NotAdmitted("observers have no model")
-        if self.model is None:
-            elements = model.elements
-            if not 0 < elements <= _MAX_ELEMENTS:
-                raise ModelMismatch(f"a run's model has 1 to {_MAX_ELEMENTS} parameters, this one {elements}")
-            inexact = next((spec for spec in model.layout if spec.dtype not in _EXACT_DTYPES), None)
-            if inexact is not None:
-                raise ModelMismatch(f"parameter {inexact.name} is {inexact.dtype}, and a run's anchor is float32")
-            self._check_start(model.layout)
-            self._check_pins(model)
-            self.record(ev.ModelDescribed(model=model))
-            return
-        difference = first_difference(self.model.layout, model.layout)
-        if difference:
-            raise ModelMismatch(f"this model is not the run's: {difference}")
-        if self.model.tokens_per_sample != model.tokens_per_sample:
-            raise ModelMismatch(
-                f"this model takes {model.tokens_per_sample} tokens a sample, the run's {self.model.tokens_per_sample}"
-            )
-        self._check_pins(model)
-        if self._is_news(self.model, model):
-            self.record(ev.ModelDescribed(model=model))
-        if model.corpus_digest not in (None, self.model.corpus_digest):
-            raise CorpusError(DATA_DIFFERS)
-
-    def _check_start(self, layout: tuple[TensorSpec, ...]) -> None:
-        start = self.run.start
-        difference = start.difference(layout, whole=self.run.pipeline is None) if start else ""
-        if start and difference:
-            raise ModelMismatch(f"this model is not that of {start.source}, where the run starts: {difference}")
-
-    def _check_pins(self, model: PeerToCoordinatorDescribeModel) -> None:
-        """Whoever comes first: what the run file pins is not for members to say."""
-        if self.run.pins is not None:
-            self.run.pins.check_model(model)
-
-    @staticmethod
-    def _is_news(known: PeerToCoordinatorDescribeModel, model: PeerToCoordinatorDescribeModel) -> bool:
-        """Whether it tells of the data what nobody has told before."""
-        if known.corpus_digest is None:
-            return model.corpus_digest is not None
-        return known.samples is None and model.samples is not None and known.corpus_digest == model.corpus_digest
+        return evicted
 
     def leave(self, peer: str, reason: str, now_s: float, trouble: str = "") -> None:
-        self.now_s = now_s
-        if self.membership.members[peer].alive:
-            self.record(ev.MemberLost(peer=peer, reason=reason, trouble=trouble))
+        self._log.now_s = now_s
+        if self._scope.membership.members[peer].alive:
+            self._scope.record(MemberLost(peer=peer, reason=reason, trouble=trouble))
+
+    def lose_silent(self, now_s: float) -> None:
+        """Lose members that have not been heard for too long."""
+        for peer in self._scope.membership.silent(now_s, self._deadlines.dead_s):
+            self._scope.record(MemberLost(peer=peer, reason="silent"))
+
+    def lose_idle(self, now_s: float) -> None:
+        """Lose members without a record that make no progress, so that others get their places. They may join again.
+
+        A member with a place in a pipeline is left to ``stall_detector.py``, which takes its place away first."""
+        if self._scope.has_ended:
+            return
+        patience_s = self._deadlines.newcomer_s(self._run.round.max_s)
+        for peer, one in list(self._scope.membership.members.items()):
+            is_idle = now_s - one.progress_s > patience_s or now_s - one.worked_s > _MAX_UNPROVEN_S
+            if is_idle and one.alive and one.entry.role != "observer":
+                standing = self._scope.standing(peer)
+                if not (standing.has_record or standing.has_place):
+                    self._scope.record(MemberLost(peer=peer, reason="idle"))
 
     def require_member(self, curve_key: bytes) -> str:
-        """The live member that holds this key. Raises ``NotAdmitted``, or ``Superseded`` for its predecessor."""
+        """Return the live member that holds this key. Raises ``NotAdmitted``; ``Superseded`` for a replaced process."""
         self.refuse_replaced(curve_key)
-        peer = self.membership.holder(curve_key)
+        peer = self._scope.membership.holder(curve_key)
         if peer is None:
             raise NotAdmitted("not a member of this run (any more): join again")
         return peer
 
     def refuse_replaced(self, curve_key: bytes) -> None:
-        """Raises ``Superseded``: two processes of one identity would put each other out for ever."""
-        if curve_key in self.membership.replaced:
+        """Raises ``Superseded``, or two processes of one identity would replace each other for ever."""
+        if curve_key in self._scope.membership.replaced:
             raise Superseded
-
-
-def _what(is_observer: bool) -> str:
-    return "guests" if is_observer else "members without a record of committed work"
-
-
-def first_difference(expected: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> str:
-    """A sentence on the first tensor that differs; empty when none does."""
-    for index, (theirs, ours) in enumerate(zip(expected, found, strict=False)):
-        if theirs != ours:
-            return (
-                f"parameter {index} is {ours.name} {list(ours.shape)} {ours.dtype} here, "
-                f"{theirs.name} {list(theirs.shape)} {theirs.dtype} in the run"
-            )
-    if len(expected) != len(found):
-        return f"it has {len(found)} parameters here, {len(expected)} in the run"
-    return ""

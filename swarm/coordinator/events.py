@@ -316,7 +316,6 @@ class PipelineSnapshot(JournalEvent):
     every peer; ``moved_s``: when each peer was last given another span."""
 
     epoch: Count
-    model: PeerToCoordinatorDescribeModel | None
     members: tuple[MemberKept, ...]
     replaced: tuple[Key, ...]
     layers: tuple[LayerSize, ...]

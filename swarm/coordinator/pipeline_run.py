@@ -1,17 +1,22 @@
-"""Coordinator of a run in stages: spans as a planner proposes them and the moment allows it."""
+"""Coordinator of a run in stages: a barrier over their scopes, and who holds which stages, as a planner proposes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import pairwise
 
 from shoal.swarm.coordinator import events as ev
+from shoal.swarm.coordinator.admission import Admission, Standing
 from shoal.swarm.coordinator.barrier import Barrier
-from shoal.swarm.coordinator.lease_ledger import coverage_of
-from shoal.swarm.coordinator.pipeline_state import PipelineState
-from shoal.swarm.coordinator.placement import PlacementRequest, believed, cost_of
-from shoal.swarm.coordinator.round_scope import Sign
-from shoal.swarm.coordinator.stage_scope import StageScope
+from shoal.swarm.coordinator.event_log import EventLog
+from shoal.swarm.coordinator.membership import Membership
+from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger
+from shoal.swarm.coordinator.model_check import check_same_tokens
+from shoal.swarm.coordinator.placement import PipelineViews, PlacementRequest, believed, cost_of
+from shoal.swarm.coordinator.round_scope import RoundScope, Sign
+from shoal.swarm.coordinator.stage import Stage
 from shoal.swarm.coordinator.stall_detector import StallDetector
+from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
 from shoal.swarm.pipeline.planner.model import Infeasible, PeerCapability, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing
@@ -22,79 +27,315 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorShowCapability,
 )
+from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import DeviceInfo, LayerSize, MemberStatus, RosterEntry, StageStatus
-from shoal.swarm.sample_ranges import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
+from shoal.swarm.protocol.types import (
+    Capability,
+    DeviceInfo,
+    LayerSize,
+    MemberStatus,
+    Phase,
+    PipelineView,
+    RosterEntry,
+    StageStatus,
+)
+from shoal.swarm.sample_ranges import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire, union
 
 
-class PipelineRun(PipelineState):
-    """Methods named for events may raise a typed error for whoever caused it. What a stage's members say goes to
-    ``stage(scope)``, but for what other scopes have a say in."""
+class PipelineRun:
+    """Coordinator of a pipeline run, in whose own scope every peer is a member.
+
+    ``scopes`` and ``stages``: of each stage, once the model is cut, its rounds and what it has beside. ``spans``: by
+    live member, the first and the last stage that it holds; ``former``: by member, the span that it held last, as the
+    state of those stages may be on its disk. ``version``: of the spans. ``moved_s``: when a peer last got another span
+    than it had, in Unix time, as the coordinator's own clock starts anew with it; ``rests``: peers that kept others
+    waiting, and so get no stage for a while."""
+
+    number = 0
 
     def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
-        super().__init__(run, sign, now_s, epoch)
+        self.run = run
+        self.log = EventLog(now_s, epoch)
+        self.deadlines = Deadlines(run.round.patience_s)
+        self.membership = Membership(roster_version=epoch)
+        self.admission = Admission(run, self.log, self)
+        self.scopes: list[RoundScope] = []
+        self.stages: list[Stage] = []
+        self.barrier = Barrier(self.scopes, all_or_none=True)
+        self.layers: tuple[LayerSize, ...] = ()
+        self.capabilities: dict[str, Capability] = {}
+        self.boundaries: tuple[int, ...] = ()
+        self.spans: dict[str, tuple[int, int]] = {}
+        self.former: dict[str, tuple[int, int]] = {}
+        self.moved_s: dict[str, float] = {}
+        self.rests: dict[str, ev.Rest] = {}
+        self.version = 0
         self.shortage = ""
         """Why there is no plan, in the planner's words."""
+        self._sign = sign
+        self._views = PipelineViews(run)
         self._is_plan_due = True
         self._may_rebalance = False
-        """Once a round, and not while a stage is empty."""
+        """Whether peers may move for the sake of speed: once a round, and not while a stage is empty."""
         self._asked: PlacementRequest | None = None
         self._proposed: tuple[PlacementRequest, StagePlan] | None = None
         """An answer whose moves wait for the end of the round."""
         self._cut_from_s: float | None = None
-        """From when on the first plan may choose the number of stages: those that start together shall be in it."""
-        self._barrier = Barrier()
+        """When the first plan may choose the number of stages: peers that start together shall be in it."""
         self._stall_detector = StallDetector(self.deadlines, 1 + run.outer.slots)
         self._resting: set[str] = set()
         self._next_stall_check_s = now_s
         self._drove_s: dict[str, float] = {}
-        """When each driver was given something, or had done something, the last time."""
+        """When each driver was last given something to drive, or had done something."""
 
-    def stage(self, scope: int) -> StageScope:
-        """Raises ``NotAdmitted`` when the run has no such stage, yet or ever."""
-        if not 1 <= scope <= len(self.stages):
-            raise NotAdmitted(f"the run has no stage {scope - 1} (yet): wait for the view that says so")
-        return self.stages[scope - 1]
+    @property
+    def has_ended(self) -> bool:
+        return self.phase == "ended"
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the round in all stages; waiting while one of them waits."""
+        phases = {scope.round.phase for scope in self.scopes}
+        return "waiting" if "waiting" in phases or not phases else self.scopes[0].round.phase
+
+    @property
+    def round_number(self) -> int:
+        return self.scopes[0].round.number if self.scopes else 0
+
+    @property
+    def anchor_version(self) -> int:
+        return self.scopes[0].anchor_version if self.scopes else 0
+
+    @property
+    def urgent_state(self) -> tuple[int, str, int]:
+        """What members have to be told of at once when it changes."""
+        return self.round_number, self.phase, self.version
+
+    def batch(self) -> Batch | None:
+        """Return the samples of this round; None before every stage's model is known."""
+        batches = [stage.batch() for stage in self.stages]
+        return batches[0] if batches and None not in batches else None
+
+    def missing(self, batch: Batch) -> Ranges:
+        """Return the samples of the batch without a claim in some stage."""
+        missing: Ranges = []
+        for stage in self.stages:
+            missing = union(missing, stage.unclaimed(batch))
+        return missing
+
+    def resting(self) -> set[str]:
+        """Return the peers that should get no stage now, less those that had to get one nonetheless."""
+        resting = {peer for peer, rest in self.rests.items() if rest.until_s > self.log.unix_s}
+        return resting - self.spans.keys()
+
+    def parameters_bytes(self, stage: int) -> int:
+        """Return the size of a stage's parameters in float32."""
+        first, stop = self.boundaries[stage : stage + 2]
+        return sum(layer.parameters_bytes for layer in self.layers[first:stop])
+
+    def holders(self, stage: int) -> list[str]:
+        """Return the peers whose span has this stage."""
+        return [peer for peer, (first, last) in self.spans.items() if first <= stage <= last]
+
+    def holds(self, peer: str, stage: int) -> bool:
+        span = self.spans.get(peer)
+        return span is not None and span[0] <= stage <= span[1]
+
+    # Events ---------------------------------------------------------------------------------------------
+
+    def record(self, event: ev.JournalEvent) -> None:
+        """Decide: the event changes the state, and goes to the journal. Whoever leaves the run leaves its stages."""
+        self.log.record(self, event)
+        if isinstance(event, ev.MemberJoined | ev.MemberLost):
+            self._is_plan_due = True
+        if isinstance(event, ev.MemberLost):
+            self._drove_s.pop(event.peer, None)
+            for scope in self.scopes:
+                member = scope.membership.members.get(event.peer)
+                if member is not None and member.alive:
+                    scope.record(event)
+
+    def apply(self, event: ev.JournalEvent) -> None:
+        """Change the state as a new event says, or one from the journal."""
+        match event:
+            case ev.InScope():
+                self.scopes[event.scope - 1].apply(event.event)
+            case ev.CoordinatorStarted():
+                for membership in (self.membership, *(scope.membership for scope in self.scopes)):
+                    membership.roster_version = max(membership.roster_version, self.log.epoch)
+            case ev.LayersDescribed():
+                self.layers = event.layers
+            case ev.CapabilityShown():
+                self.capabilities[event.peer] = event.capability
+            case ev.StagesCut():
+                self.boundaries = event.boundaries
+                self._make_stages()
+            case ev.SpanAssigned():
+                if event.peer in self.spans:
+                    self.moved_s[event.peer] = event.at_s
+                self.spans[event.peer] = self.former[event.peer] = (event.first, event.last)
+                self.version += 1
+            case ev.SpanTaken():
+                del self.spans[event.peer]
+                self.version += 1
+                if event.reason:
+                    times = self.rests[event.peer].times if event.peer in self.rests else 0
+                    self.rests[event.peer] = ev.Rest(until_s=event.until_s, reason=event.reason, times=times + 1)
+            case ev.MemberJoined(entry=entry):
+                earlier = self.membership.members.get(entry.peer)
+                if earlier is not None and earlier.entry.certificate.curve_key != entry.certificate.curve_key:
+                    self.rests.pop(entry.peer, None)  # a new process may do better
+                self.membership.join(event, self.log.now_s, self.anchor_version)
+            case ev.MemberLost():
+                self.membership.lose(event)
+                self.membership.forget_strangers(self._left_traces)
+                self.capabilities.pop(event.peer, None)
+                if self.spans.pop(event.peer, None) is not None:
+                    self.version += 1
+            case ev.PipelineSnapshot():
+                self._restore(event)
+            case _:
+                raise AssertionError(f"no rule for {type(event).__name__}")
+
+    def standing(self, peer: str) -> Standing:
+        """What speaks for keeping a member, for ``admission``: its work in any of the stages, and its place there."""
+        standings = [scope.standing(peer) for scope in self.scopes]
+        has_record = any(one.has_record for one in standings)
+        return Standing(has_record, max((one.rounds for one in standings), default=0), peer in self.spans)
+
+    def _left_traces(self, peer: str) -> bool:
+        return peer in self.former or any(peer in scope.membership.members for scope in self.scopes)
+
+    def _make_stages(self) -> None:
+        pinned = self.run.pins.layers if self.run.pins else None
+        for number, (first, stop) in enumerate(pairwise(self.boundaries)):
+            scope = RoundScope(self.run, self._sign, self.log, number, pinned[first:stop] if pinned else ())
+            assert scope.stage is not None
+            self.scopes.append(scope)
+            self.stages.append(scope.stage)
+
+    # Compaction -----------------------------------------------------------------------------------------
+
+    def snapshot(self) -> ev.PipelineSnapshot | None:
+        """Return the state as one event; None while a round is about to end, and while events are not yet written."""
+        if not self.log.is_written or self.phase in ("closing", "averaging"):
+            return None
+        ledger = self.stages[0].micro_batches if self.stages else MicroBatchLedger()
+        members, replaced = self.membership.kept()
+        return ev.PipelineSnapshot(
+            epoch=self.log.epoch,
+            members=members,
+            replaced=replaced,
+            layers=self.layers,
+            capabilities=tuple(ev.CapabilityShown(peer=one, capability=of) for one, of in self.capabilities.items()),
+            boundaries=self.boundaries,
+            spans=_spans(self.spans),
+            former=_spans(self.former),
+            moved_s=dict(self.moved_s),
+            rests=dict(self.rests),
+            version=self.version,
+            driven=to_wire(ledger.driven),
+            in_flight={peer: to_wire(ranges) for peer, ranges in ledger.in_flight.items()},
+            finished=dict(ledger.finished),
+            stages=tuple(scope.as_snapshot() for scope in self.scopes),
+        )
+
+    def _restore(self, event: ev.PipelineSnapshot) -> None:
+        self.layers, self.boundaries, self.version = event.layers, event.boundaries, event.version
+        self.membership.restore(event.members, event.replaced, self.log.epoch, self.log.now_s)
+        self.capabilities = {one.peer: one.capability for one in event.capabilities}
+        self.spans = {one.peer: (one.first, one.last) for one in event.spans}
+        self.former = {one.peer: (one.first, one.last) for one in event.former}
+        self.moved_s, self.rests = dict(event.moved_s), dict(event.rests)
+        if self.boundaries:
+            self._make_stages()
+            for scope, kept in zip(self.scopes, event.stages, strict=True):
+                scope.apply(kept)
+            in_flight = {peer: from_wire(ranges) for peer, ranges in event.in_flight.items()}
+            self.stages[0].micro_batches = MicroBatchLedger(from_wire(event.driven), in_flight, dict(event.finished))
+
+    # What others see ------------------------------------------------------------------------------------
+
+    def view(self, peer: str, now_s: float, roster_version: int = -1, verdict_chain: bytes | None = None) -> RunView:
+        """Return what a member has to know of the run; the rounds of its stages are in the stages' own views."""
+        first = self.scopes[0] if self.scopes else None
+        closes_in_s = max(0.0, first.round.closes_s - now_s) if first and self.phase == "closing" else None
+        roster, delta = self.membership.roster_news(roster_version)
+        return RunView(
+            epoch=self.log.epoch,
+            sequence=self.log.announcements,
+            round=self.round_number,
+            anchor_version=self.anchor_version,
+            phase=self.phase,
+            closes_in_s=closes_in_s,
+            plan=None,
+            verdict=None,
+            verdict_chain=None,
+            state_digest=None,
+            tokens_committed=first.tokens_committed if first else 0,
+            tokens_in_round=self.tokens_in_round(),
+            members=len(self.membership.trainers()),
+            must_resync=False,
+            roster_version=self.membership.roster_version,
+            roster=roster,
+            roster_delta=delta,
+            pipeline=self.pipeline_view() if not self._knows_spans(peer) else None,
+        )
+
+    def _knows_spans(self, peer: str) -> bool:
+        """Whether a peer's heartbeat named the newest spans: they are long where very many hold stages."""
+        member = self.membership.members.get(peer)
+        return member is not None and self.version > 0 and member.headway.plan_version == self.version
+
+    def tokens_in_round(self) -> int:
+        """Return what all stages have done of the round."""
+        return min((scope.tokens_in_round() for scope in self.scopes), default=0)
+
+    def pipeline_view(self) -> PipelineView | None:
+        """Return the stages' boundaries and who holds which; None before the model is cut."""
+        if not self.boundaries:
+            return None
+        plan = StagePlan(self.boundaries, self.spans)
+        return self._views.of(plan, self.version, self.layers, self.capabilities)
+
+    def status(self, now_s: float) -> CoordinatorToPeerStatus:
+        """Return the run at a glance, for people. What all stages have in common is as in the first one.
+
+        The model as a whole has no digest: its stages have theirs."""
+        first = self.scopes[0] if self.scopes else RoundScope(self.run, self._sign, self.log)
+        update = {
+            "phase": self.phase,
+            "tokens_in_round": self.tokens_in_round(),
+            "state_digest": None,
+            "outlook": self.say_outlook(),
+            "members": _members_of(self),
+            "stages": _stages_of(self),
+        }
+        if self.phase != "closing":
+            update["closes_in_s"] = None
+        return first.status(now_s).model_copy(update=update)
 
     # Members --------------------------------------------------------------------------------------------
 
-    def join(self, entry: RosterEntry, device: DeviceInfo, now_s: float, network: str = "") -> None:
-        super().join(entry, device, now_s, network)
-        self._is_plan_due = True
-
-    def join_stage(self, scope: int, entry: RosterEntry, device: DeviceInfo, now_s: float) -> None:
-        """A member of the run comes to a stage that it holds. Observers may look at any."""
-        stage = self.stage(scope)
+    def join_stage(self, stage: int, entry: RosterEntry, device: DeviceInfo, now_s: float) -> None:
+        """Admit a member of the run to a stage that it holds; an observer to any. Raises ``NotAdmitted``."""
         if self.membership.holder(entry.certificate.curve_key) != entry.peer:
             raise NotAdmitted("not a member of this run (any more): join it before its stages")
-        if entry.role != "observer" and not self.holds(entry.peer, stage.stage):
-            raise NotAdmitted(f"stage {stage.stage} is not this peer's: the view says which stages are")
-        stage.join(entry, device, now_s, self.membership.members[entry.peer].network)
+        if entry.role != "observer" and not self.holds(entry.peer, stage):
+            raise NotAdmitted(f"stage {stage} is not this peer's: the view says which stages are")
+        self.scopes[stage].admission.join(entry, device, now_s, self.membership.members[entry.peer].network)
 
-    def describe_stage(self, scope: int, peer: str, model: PeerToCoordinatorDescribeModel) -> None:
-        """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the others."""
-        for other in [one.model for one in (self, *self.stages) if one.model is not None]:
-            if other.tokens_per_sample != model.tokens_per_sample:
-                raise ModelMismatch(
-                    f"this model takes {model.tokens_per_sample} tokens a sample, the run's {other.tokens_per_sample}"
-                )
-        self.stage(scope).describe_model(peer, model)
+    def describe_stage(self, stage: int, peer: str, model: PeerToCoordinatorDescribeModel) -> None:
+        """Take down the model of a stage; samples are alike in all stages. Raises as ``RoundScope.describe_model``."""
+        for scope in self.scopes:
+            if scope.model is not None:
+                check_same_tokens(scope.model, model)
+        self.scopes[stage].describe_model(peer, model)
 
     def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
-        """In the run's own scope: it is there. How far it is, it says in its stages."""
-        self.now_s = now_s
+        """Note that a member is alive; how far it is, it reports in its stages."""
+        self.log.now_s = now_s
         self.membership.hear(peer, heartbeat, self.round_number, now_s)
-
-    def record(self, event: ev.JournalEvent) -> None:
-        """Whoever leaves the run leaves its stages."""
-        super().record(event)
-        if isinstance(event, ev.MemberLost):
-            self._is_plan_due = True
-            self._drove_s.pop(event.peer, None)
-            for stage in self.stages:
-                member = stage.membership.members.get(event.peer)
-                if member is not None and member.alive:
-                    stage.record(event)
 
     # Driving --------------------------------------------------------------------------------------------
 
@@ -104,36 +345,37 @@ class PipelineRun(PipelineState):
         answer costs nothing. What it said to be done and stands there nonetheless is to be driven once more.
 
         Raises ``WireError`` for samples that overlap."""
-        self.now_s = now_s
+        self.log.now_s = now_s
         self.membership.members[peer].heard_s = now_s
         batch, done = self.batch(), from_wire(ask.done)
         if batch is None or ask.round != self.round_number:
             return []
+        ledger = self.stages[0].micro_batches
         if not is_tidy(done):
             raise WireError("the sample ranges of what was driven must not be empty or overlap")
-        done = overlap(self.micro_batches.in_flight.get(peer, []), merge(done))
+        done = overlap(ledger.in_flight.get(peer, []), merge(done))
         if done:
             self._give_to_drive(peer, [], done)
-        fair = self.micro_batches.fair_samples(peer, batch)
+        fair = ledger.fair_samples(peer, batch)
         most = ask.samples if fair is None else min(ask.samples, fair)
-        missing = most - count(self.micro_batches.in_flight.get(peer, []))
+        missing = most - count(ledger.in_flight.get(peer, []))
         if missing > 0 and self._may_drive(peer):
-            stalled = [one for one in self.micro_batches.in_flight if one != peer and self._has_stalled(one, now_s)]
-            fresh = self.micro_batches.choose(batch, self.missing(batch), stalled, missing)
+            stalled = [one for one in ledger.in_flight if one != peer and self._has_stalled(one, now_s)]
+            fresh = ledger.choose(batch, self.missing(batch), stalled, missing)
             if fresh:
                 self._give_to_drive(peer, fresh, [])
-        return batch.cells(self.micro_batches.in_flight.get(peer, []))
+        return batch.cells(ledger.in_flight.get(peer, []))
 
     def _give_to_drive(self, peer: str, ranges: Ranges, done: Ranges) -> None:
-        self._drove_s[peer] = self.now_s
-        self.record(ev.SamplesDriven(peer=peer, ranges=to_wire(ranges), done=to_wire(done)))
+        self._drove_s[peer] = self.log.now_s
+        self.scopes[0].record(ev.SamplesDriven(peer=peer, ranges=to_wire(ranges), done=to_wire(done)))
 
     def is_assembled(self) -> bool:
         """Whether every stage has somebody who works for the round, so that there is anything to drive."""
-        return all(stage.round.phase == "training" and stage.working() for stage in self.stages)
+        return all(scope.round.phase == "training" and scope.working() for scope in self.scopes)
 
     def _may_drive(self, peer: str) -> bool:
-        return self.is_assembled() and self.holds(peer, 0) and peer in self.stages[0].working()
+        return self.is_assembled() and self.holds(peer, 0) and peer in self.scopes[0].working()
 
     def _has_stalled(self, peer: str, now_s: float) -> bool:
         """A driver that has finished nothing for as long as a micro-batch could wait for others."""
@@ -144,7 +386,7 @@ class PipelineRun(PipelineState):
 
     def show_capability(self, peer: str, shown: PeerToCoordinatorShowCapability, now_s: float) -> None:
         """Raises ``ModelMismatch`` when the layers are not the run's."""
-        self.now_s = now_s
+        self.log.now_s = now_s
         member = self.membership.members[peer]
         member.heard_s = now_s
         if not member.is_trainer:
@@ -181,14 +423,14 @@ class PipelineRun(PipelineState):
 
     def _is_state_missing(self, span: tuple[int, int]) -> bool:
         """Whether nobody holds the newest state of one of its stages: who held it last may have it on its disk."""
-        return any(not stage.working() for stage in self.stages[span[0] : span[1] + 1])
+        return any(not scope.working() for scope in self.scopes[span[0] : span[1] + 1])
 
     # The planner ----------------------------------------------------------------------------------------
 
     def plan_request(self, now_s: float) -> PlacementRequest | None:
         """What the planner is to be asked now, if anything; one at a time. Newcomers get a place at once, empty stages
         somebody who moves; else peers move between two rounds only, and one at a time."""
-        self.now_s = now_s
+        self.log.now_s = now_s
         if self._asked is not None or self.has_ended or not self._is_plan_due or not self.capabilities:
             return None
         assert self.run.pipeline is not None
@@ -203,12 +445,12 @@ class PipelineRun(PipelineState):
             return None
         rebalances = self._may_rebalance and not empty
         self._is_plan_due = self._may_rebalance = False
-        self._asked = self._request(Rebalancing(self.unix_s, dict(self.moved_s)) if rebalances else None)
+        self._asked = self._request(Rebalancing(self.log.unix_s, dict(self.moved_s)) if rebalances else None)
         return self._asked
 
     def take_plan(self, asked: PlacementRequest, plan: StagePlan | Infeasible, now_s: float) -> None:
         """The planner's answer: as much of it as still holds, and what does not is asked anew."""
-        self.now_s, self._asked = now_s, None
+        self.log.now_s, self._asked = now_s, None
         if self.has_ended:
             return
         unchanged = asked.unchanged(self._request(None))
@@ -231,7 +473,7 @@ class PipelineRun(PipelineState):
             self._assign(self._moves(asked, plan))
         elif asked.rebalancing is not None:
             self._proposed = asked, plan
-            if not self.micro_batches.driven:  # nothing of the round is begun yet
+            if not (self.stages and self.stages[0].micro_batches.driven):  # nothing of the round is begun yet
                 self._move_one()
 
     def _request(self, rebalancing: Rebalancing | None) -> PlacementRequest:
@@ -274,25 +516,25 @@ class PipelineRun(PipelineState):
         """Whoever holds other stages leaves them: what it had claimed there is for others."""
         for peer, span in sorted(spans.items()):
             if span is None:
-                self.record(ev.SpanTaken(peer=peer, at_s=self.unix_s))
+                self.record(ev.SpanTaken(peer=peer, at_s=self.log.unix_s))
             else:
-                self.record(ev.SpanAssigned(peer=peer, first=span[0], last=span[1], at_s=self.unix_s))
+                self.record(ev.SpanAssigned(peer=peer, first=span[0], last=span[1], at_s=self.log.unix_s))
             self._leave_stages(peer, "moved to another stage")
 
     def take_span(self, peer: str, reason: str) -> None:
         """It kept the others waiting; ``reason``: for people, after its name."""
         times = self.rests[peer].times if peer in self.rests else 0
-        until_s = self.unix_s + self.deadlines.rest_s(times)
-        self.record(ev.SpanTaken(peer=peer, at_s=self.unix_s, reason=reason, until_s=until_s))
+        until_s = self.log.unix_s + self.deadlines.rest_s(times)
+        self.record(ev.SpanTaken(peer=peer, at_s=self.log.unix_s, reason=reason, until_s=until_s))
         self._leave_stages(peer, reason)
         self._is_plan_due = True
 
     def _leave_stages(self, peer: str, reason: str) -> None:
         """Those that are not its own any more."""
-        for stage in self.stages:
-            member = stage.membership.members.get(peer)
-            if member is not None and member.alive and not self.holds(peer, stage.stage):
-                stage.record(ev.MemberLost(peer=peer, reason=reason))
+        for number, scope in enumerate(self.scopes):
+            member = scope.membership.members.get(peer)
+            if member is not None and member.alive and not self.holds(peer, number):
+                scope.record(ev.MemberLost(peer=peer, reason=reason))
 
     def say_outlook(self) -> str:
         """What the run waits for: a stage that nobody holds, or a state; empty when it goes on."""
@@ -300,20 +542,19 @@ class PipelineRun(PipelineState):
             return ""
         if not self.boundaries:
             return f"waiting for peers that can hold the model together{self._why()}"
-        for stage in self.stages:
+        for stage, (first, stop) in enumerate(pairwise(self.boundaries)):
             if outlook := self.say_stage_outlook(stage):
-                first, stop = self.boundaries[stage.stage : stage.stage + 2]
-                size = f"{self.parameters_bytes(stage.stage) / 1e6:,.1f} MB of parameters"
-                return f"stage {stage.stage} (layers {first} to {stop - 1}, {size}) {outlook}"
+                size = f"{self.parameters_bytes(stage) / 1e6:,.1f} MB of parameters"
+                return f"stage {stage} (layers {first} to {stop - 1}, {size}) {outlook}"
         return ""
 
-    def say_stage_outlook(self, stage: StageScope) -> str:
+    def say_stage_outlook(self, stage: int) -> str:
         """What one stage waits for; empty when somebody holds its newest state."""
-        if stage.working() or self.has_ended:
+        if self.scopes[stage].working() or self.has_ended:
             return ""
-        if outlook := stage.say_outlook():
+        if outlook := self.scopes[stage].say_outlook():
             return f"waits for its state: {outlook}"
-        if holders := self.holders(stage.stage):
+        if holders := self.holders(stage):
             return f"waits for {self._name(holders)} to get its state{self._say_resting()}"
         return f"waits for a peer that can hold it{self._why()}{self._say_resting()}"
 
@@ -329,30 +570,28 @@ class PipelineRun(PipelineState):
         said = ""
         for peer in sorted(self.resting() & self.capabilities.keys())[:3]:
             rest = self.rests[peer]
-            left_s = rest.until_s - self.unix_s
+            left_s = rest.until_s - self.log.unix_s
             said += f"; {self._name([peer])} {rest.reason}, and may come again in {left_s:.0f} s"
         return said
 
     # Time -----------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
-        """Whatever time decides: silence, spans, and how rounds go on."""
-        self.now_s = now_s
-        stood_s = self.excuse_own_silence(now_s)
-        self._stall_detector.postpone(stood_s)
-        self._drove_s = {peer: since_s + stood_s for peer, since_s in self._drove_s.items()}
-        for stage in self.stages:
-            stage.now_s, stage.unix_offset_s = now_s, self.unix_offset_s
-            stage.excuse_own_silence(now_s)
-        self.lose_silent(now_s)
-        self.lose_idle(now_s)
-        for stage in self.stages:
-            stage.lose_silent(now_s)
-        has_ended = bool(self.stages) and self._barrier.tick(self.stages, now_s)
-        if has_ended:
+        """Do whatever time decides: silence, spans, and how rounds go on."""
+        if stood_s := self.log.tick(now_s, self.deadlines.heartbeat_s):
+            self._stall_detector.postpone(stood_s)
+            self._drove_s = {peer: since_s + stood_s for peer, since_s in self._drove_s.items()}
+            self.membership.excuse(stood_s, now_s)
+            for scope in self.scopes:
+                scope.excuse(stood_s)
+        self.admission.lose_silent(now_s)
+        self.admission.lose_idle(now_s)
+        for scope in self.scopes:
+            scope.admission.lose_silent(now_s)
+        if self.scopes and self.barrier.tick(now_s):
             self._drove_s.clear()
             if not self.has_ended:
-                for peer in self._barrier.evict_persistent_stragglers():
+                for peer in self.barrier.evict_persistent_stragglers():
                     if peer in self.spans:
                         self.take_span(peer, "brought nothing that could be averaged")
                 self._between_rounds()
@@ -369,9 +608,6 @@ class PipelineRun(PipelineState):
             self._resting, self._is_plan_due = resting, True
         for stalled in self._stall_detector.find_stalled(self, now_s):
             self.take_span(stalled.peer, stalled.reason)
-
-    def status(self, now_s: float) -> CoordinatorToPeerStatus:
-        return status_of(self, now_s)
 
 
 def _difference(run: tuple[LayerSize, ...], here: tuple[LayerSize, ...]) -> str:
@@ -390,39 +626,7 @@ def _difference(run: tuple[LayerSize, ...], here: tuple[LayerSize, ...]) -> str:
 # Status -----------------------------------------------------------------------------------------------------
 
 _MOST = 1e18
-"""What a rate in a message is at most."""
-
-
-def status_of(run: PipelineRun, now_s: float) -> CoordinatorToPeerStatus:
-    """As of ``now_s`` on the coordinator's clock. What all stages have in common is told as the first one has it. The
-    model as a whole has no digest: its stages have theirs."""
-    first = run.stages[0] if run.stages else None
-
-    def common(read: Callable[[StageScope], int]) -> int:
-        return read(first) if first else 0
-
-    samples = first.model.samples if first and first.model else None
-    return CoordinatorToPeerStatus(
-        run=run.run.run.name,
-        run_hash=run.run.hash,
-        round=run.round_number,
-        phase=run.phase,
-        closes_in_s=max(0.0, first.round.closes_s - now_s) if first and run.phase == "closing" else None,
-        anchor_version=run.anchor_version,
-        rounds_committed=common(lambda stage: stage.rounds_committed),
-        rounds_aborted=common(lambda stage: stage.rounds_aborted),
-        rounds_undone=common(lambda stage: stage.rounds_undone),
-        tokens_committed=common(lambda stage: stage.tokens_committed),
-        tokens_in_round=min((stage.tokens_in_round() for stage in run.stages), default=0),
-        loss=first.loss if first else None,
-        chain=first.chain if first else bytes(32),
-        state_digest=None,
-        elapsed_s=first.elapsed_s(now_s) if first else 0.0,
-        outlook=run.say_outlook(),
-        coverage=coverage_of(first.leases, samples) if first and samples else (),
-        members=_members_of(run),
-        stages=stages_of(run),
-    )
+"""The largest rate that a message has room for."""
 
 
 def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
@@ -430,16 +634,16 @@ def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
     in the first stage that it is in: its rounds are those of its stages."""
     committed = {
         peer: sum(
-            stage.membership.members[peer].tokens_committed for stage in run.stages if peer in stage.membership.members
+            scope.membership.members[peer].tokens_committed for scope in run.scopes if peer in scope.membership.members
         )
         for peer in run.membership.members
     }
     total = sum(committed.values())
     told = []
     for one in run.membership.status(0, None):
-        mine = [stage for stage in run.stages if run.holds(one.peer, stage.stage)]
-        working = [stage.working()[one.peer] for stage in mine if one.peer in stage.working()]
-        known = [stage.membership.members[one.peer] for stage in mine if one.peer in stage.membership.members]
+        mine = [scope for stage, scope in enumerate(run.scopes) if run.holds(one.peer, stage)]
+        working = [scope.working()[one.peer] for scope in mine if one.peer in scope.working()]
+        known = [scope.membership.members[one.peer] for scope in mine if one.peer in scope.membership.members]
         inside = [member.activity for member in known if member.alive]
         update = {
             "activity": inside[0] if inside else one.activity,
@@ -453,39 +657,42 @@ def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
     return tuple(told)
 
 
-def stages_of(run: PipelineRun) -> tuple[StageStatus, ...]:
-    """In their order."""
-    capacities = [sum(_capacity(run, stage, peer) for peer in stage.working()) for stage in run.stages]
+def _stages_of(run: PipelineRun) -> tuple[StageStatus, ...]:
+    capacities = [sum(_capacity(run, scope, peer) for peer in scope.working()) for scope in run.scopes]
     least = min(capacities, default=0.0)
     return tuple(
         StageStatus(
-            first_layer=run.boundaries[stage.stage],
-            stop_layer=run.boundaries[stage.stage + 1],
-            parameters_bytes=run.parameters_bytes(stage.stage),
-            replicas=tuple(stage.working()),
-            coming=tuple(peer for peer in run.holders(stage.stage) if peer not in stage.working()),
-            tokens_per_s=_rate(run, stage),
+            first_layer=run.boundaries[number],
+            stop_layer=run.boundaries[number + 1],
+            parameters_bytes=run.parameters_bytes(number),
+            replicas=tuple(scope.working()),
+            coming=tuple(peer for peer in run.holders(number) if peer not in scope.working()),
+            tokens_per_s=_rate(run, scope),
             capacity_tokens_per_s=min(capacity, _MOST),
-            tokens_in_round=stage.tokens_in_round(),
-            queue=stage.queue(),
-            state_digest=stage.state_digest(),
-            outlook=run.say_stage_outlook(stage)[:2000],
+            tokens_in_round=scope.tokens_in_round(),
+            queue=run.stages[number].queue(),
+            state_digest=scope.state_digest(),
+            outlook=run.say_stage_outlook(number)[:2000],
             is_bottleneck=capacity == least < max(capacities),
         )
-        for stage, capacity in zip(run.stages, capacities, strict=True)
+        for number, (scope, capacity) in enumerate(zip(run.scopes, capacities, strict=True))
     )
 
 
-def _rate(run: PipelineRun, stage: StageScope) -> float:
-    """What the replicas have told last is of no moment in which one waits for other stages."""
-    return 0.0 if run.phase == "waiting" else min(sum(one.tokens_per_s for one in stage.working().values()), _MOST)
+def _rate(run: PipelineRun, scope: RoundScope) -> float:
+    """Return the tokens a second of a stage; 0 while it waits for other stages, whatever replicas reported last."""
+    return 0.0 if run.phase == "waiting" else min(sum(one.tokens_per_s for one in scope.working().values()), _MOST)
 
 
-def _capacity(run: PipelineRun, stage: StageScope, peer: str) -> float:
-    """Tokens a second that the peer could do in a stage if others kept it busy: as fast as its whole span."""
+def _capacity(run: PipelineRun, scope: RoundScope, peer: str) -> float:
+    """Return the tokens a second that a peer could do in a stage if kept busy: the speed of its whole span."""
     shown, span = run.capabilities.get(peer), run.spans.get(peer)
-    if shown is None or span is None or stage.model is None:
+    if shown is None or span is None or scope.model is None:
         return 0.0
     assert run.run.pipeline is not None
     seconds = sum(shown.layer_s[run.boundaries[span[0]] : run.boundaries[span[1] + 1]])
-    return run.run.pipeline.micro_batch * stage.model.tokens_per_sample / max(seconds, 1e-9)
+    return run.run.pipeline.micro_batch * scope.model.tokens_per_sample / max(seconds, 1e-9)
+
+
+def _spans(spans: dict[str, tuple[int, int]]) -> tuple[ev.SpanAssigned, ...]:
+    return tuple(ev.SpanAssigned(peer=peer, first=first, last=last) for peer, (first, last) in spans.items())

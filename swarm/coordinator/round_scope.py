@@ -1,4 +1,4 @@
-"""One scope with rounds: members, leases and the open round of one vector that is averaged.
+"""Scope with rounds: the members, the leases and the open round of one vector that is averaged.
 
 A plain run is a barrier over one such scope (``run.py``), a pipeline one over a scope for each stage
 (``pipeline_run.py``). Every decision is an event (``record``) that is applied to the state at once; replaying the
@@ -8,15 +8,15 @@ events gives the same state again. Moments are seconds on the coordinator's cloc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.swarm.averaging.norm_claims import claim_bytes
 from shoal.swarm.coordinator import events as ev
-from shoal.swarm.coordinator.admission import MemberScope
+from shoal.swarm.coordinator.admission import Admission, Standing
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.divergence import Opinion, Setback, WayBack, opinion, say_way_back, warning_of, way_back
-from shoal.swarm.coordinator.events import RunSnapshot
+from shoal.swarm.coordinator.event_log import EventLog
 from shoal.swarm.coordinator.influence import (
     bounded,
     exceeds,
@@ -27,7 +27,9 @@ from shoal.swarm.coordinator.influence import (
     weighted_median,
 )
 from shoal.swarm.coordinator.lease_ledger import LeaseLedger, RetrainedSamples, coverage_of, epochs_covered
-from shoal.swarm.coordinator.membership import Member, counting
+from shoal.swarm.coordinator.leasing import Leasing
+from shoal.swarm.coordinator.membership import Member, Membership, counting
+from shoal.swarm.coordinator.model_check import adds_to, check_model
 from shoal.swarm.coordinator.rollback import CommittedRound, History, Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.round_plan import PlanRules, as_expected, plan_round
 from shoal.swarm.coordinator.round_rules import (
@@ -42,25 +44,25 @@ from shoal.swarm.coordinator.round_rules import (
     lost_work,
     weighted_mean,
 )
+from shoal.swarm.coordinator.stage import Stage
+from shoal.swarm.coordinator.stale_journal import is_known, taken_over
 from shoal.swarm.coordinator.trust import (
     Accusations,
-    LeaseClock,
     Punctuality,
     accusations_of,
-    newcomers_tokens,
     pace_after,
-    pace_limit,
     recorded_work,
 )
-from shoal.swarm.deadlines import Delays
-from shoal.swarm.errors import StaleWork, WireError
+from shoal.swarm.deadlines import Deadlines, Delays
+from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
+    PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
 )
-from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK
+from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK, PinnedLayer
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import DivergenceWord, TensorSpec
@@ -70,56 +72,67 @@ from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract
 Sign = Callable[[bytes], bytes]
 
 _FEWEST_WITNESSES = 3
-"""Members with a record, so that of each of them two others tell how fast its link is."""
+"""Fewest members with a record whose reports alone are believed: of each, two others tell how fast its link is."""
 
 _MAX_COUNT = 2**62
-_LEASED_ROUNDS = 64
-"""What one member can hold at most, in rounds' worth of samples (or batches, where those are larger)."""
-
-
 EXACT_MEMBERS = 64
-"""Up to here it is always counted."""
+"""Number of members up to which the sum is never cached."""
 
 COUNTED_S = 0.25
-"""So old it may be in larger swarms."""
+"""Largest age of a cached sum in larger swarms."""
 
 
 @dataclass
 class CachedSum:
-    """The last count, when it was made and of which round."""
+    """A sum over all members, cached for a moment within one round, as every view has it."""
 
     count: int = 0
     counted_s: float = -math.inf
     round: int = -1
 
     def take(self, round_number: int, now_s: float, members: int, count: Callable[[], int]) -> int:
-        """What ``count`` gives, or has given in this round a moment ago."""
+        """Return ``count()``, or its last result if that is fresh and of this round."""
         is_fresh = round_number == self.round and self.counted_s <= now_s < self.counted_s + COUNTED_S
         if members <= EXACT_MEMBERS or not is_fresh:
             self.count, self.counted_s, self.round = count(), now_s, round_number
         return self.count
 
 
-class RoundScope(MemberScope):
-    """A scope with rounds: one run, or one stage of a run."""
+class RoundScope:
+    """Scope in which one vector is averaged round by round: a plain run, or one stage of a pipeline.
 
-    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
-        super().__init__(run, now_s, epoch)
-        self.leases = LeaseLedger()
-        self.retrained = RetrainedSamples()
-        self.answered: dict[str, ev.LeaseGranted] = {}
-        self.accusations = Accusations()
-        self.lease_clock = LeaseClock()
-        self.round = Round(0, opened_s=now_s)
+    Holds its parts: ``membership`` and ``admission``, the ``leases`` of samples and who is granted them (``leasing``),
+    the open ``round``, the committed ``history`` and what trust is based on. ``stage``: what a stage of a pipeline has
+    beside, else None. State changes by events alone (``record``, ``apply``), but for heartbeats and moments."""
+
+    def __init__(
+        self, run: RunFile, sign: Sign, log: EventLog, stage: int | None = None, layers: Sequence[PinnedLayer] = ()
+    ) -> None:
+        """``stage``: the number of the stage that this scope is, whose ``layers`` the run file may pin."""
+        self.run = run
+        self.log = log
+        self.deadlines = Deadlines(run.round.patience_s)
+        self.stage = None if stage is None else Stage(self, stage, layers)
+        self.membership = Membership(roster_version=log.epoch)
+        self.admission = Admission(run, log, self)
+        self.model: PeerToCoordinatorDescribeModel | None = None
+        self.elements = 0
+        """Number of the model's parameters, as layouts are long."""
+        self.anchor_version = 0
         self.agreed_digest: bytes | None = None
-        self.chain = genesis(run.hash)
+        self.leases = LeaseLedger()
+        self.leasing = Leasing(self)
+        self.retrained = RetrainedSamples()
+        self.accusations = Accusations()
+        self.round = Round(0, opened_s=log.now_s)
+        self.chain = genesis(run.hash, self.number)
         self.verdict: Verdict | None = None
         self.history = History()
         self.setback = Setback()
         self.rounds_aborted = self.rounds_undone = 0
         self.tokens_committed = self.tokens_undone = 0
         self.loss: float | None = None
-        self.started_s = now_s
+        self.started_s = log.now_s
         self.elapsed_before_s = 0.0
         self._tokens_in_round = CachedSum()
         self._sign = sign
@@ -131,9 +144,14 @@ class RoundScope(MemberScope):
         self._outlook: Return | None = None
 
     @property
+    def number(self) -> int:
+        """Number of the scope in messages and in the journal: 0 for a run, s + 1 for stage s."""
+        return 0 if self.stage is None else self.stage.number + 1
+
+    @property
     def label(self) -> str:
-        """Which scope of several a reason is about; empty in a run that is one."""
-        return ""
+        """Beginning of reasons, where they have to say which stage they are about."""
+        return "" if self.stage is None else f"stage {self.stage.number}: "
 
     @property
     def has_ended(self) -> bool:
@@ -144,29 +162,38 @@ class RoundScope(MemberScope):
         return self.round.number
 
     @property
-    def moment(self) -> tuple[int, str, int]:
-        """What members have to hear of at once when it changes."""
+    def urgent_state(self) -> tuple[int, str, int]:
+        """What members have to be told of at once when it changes."""
         return self.round.number, self.round.phase, 0
 
     @property
     def is_beginning_written(self) -> bool:
-        """Whether the run file says what the run begins with."""
+        """Whether the run file determines version 0 of the state."""
         return self.run.start is not None or bool(self.run.pins and self.run.pins.state)
 
     def written_beginning(self, layout: tuple[TensorSpec, ...]) -> bytes | None:
-        """The digest of version 0 of the state as it follows from the run file, whatever members say; else None."""
+        """Return the digest of version 0 of the state that follows from the run file; None where members decide it."""
         if self.run.start is not None:
             return self.run.start.state_digest(layout)
         return bytes.fromhex(self.run.pins.state) if self.run.pins and self.run.pins.state else None
 
-    # Events ----------------------------------------------------------------------------------------------
+    # Events ---------------------------------------------------------------------------------------------
 
-    def _apply(self, event: ev.JournalEvent) -> None:
+    def record(self, event: ev.JournalEvent) -> None:
+        """Decide: the event changes the state, and goes to the journal."""
+        self.log.record(self, event)
+
+    def apply(self, event: ev.JournalEvent) -> None:
+        """Change the state as a new event says, or one from the journal."""
         match event:
             case ev.RunSnapshot():
                 self._restore(event)
+            case ev.CoordinatorStarted():
+                self.membership.roster_version = max(self.membership.roster_version, self.log.epoch)
+            case ev.MemberJoined():
+                self.membership.join(event, self.log.now_s, self.anchor_version)
             case ev.ModelDescribed():
-                super()._apply(event)
+                self.model, self.elements = event.model, event.model.elements
                 if self.anchor_version == 0:
                     self.agreed_digest = self.written_beginning(event.model.layout) or self.agreed_digest
             case ev.StateAgreed():
@@ -175,11 +202,13 @@ class RoundScope(MemberScope):
             case ev.MemberLost():
                 if event.reason == ev.KEPT_SAMPLES:
                     self._leave_out([event.peer])
-                super()._apply(event)
+                self.membership.lose(event)
+                for peer in self.membership.forget_strangers(self._left_traces):
+                    self.admission.sent_bytes.forget(peer)
                 self._lose_work(event.peer)
             case ev.LeaseGranted():
                 self.leases.grant(event.peer, from_wire(event.ranges))
-                self.answered[event.peer] = event
+                self.leasing.answered[event.peer] = event
             case ev.SamplesClaimed():
                 self.leases.grant(event.peer, from_wire(event.ranges))
             case ev.SamplesReleased():
@@ -187,9 +216,12 @@ class RoundScope(MemberScope):
                     event.peer, subtract(self.leases.held.get(event.peer, []), from_wire(event.ranges))
                 )
                 self.round.ready.pop(event.peer, None)  # what it had offered is another contribution now
+            case ev.SamplesDriven():
+                assert self.stage is not None
+                self.stage.micro_batches.take(event.peer, from_wire(event.ranges), from_wire(event.done))
             case ev.RoundClosing():
                 self.round.phase = "closing"
-                self.round.closes_s = self.now_s
+                self.round.closes_s = self.log.now_s
             case ev.RoundReopened():
                 self.round.phase = "training" if self.membership.trainers() else "waiting"
                 self.round.ready.clear()
@@ -203,28 +235,36 @@ class RoundScope(MemberScope):
             case ev.EpochsCovered():
                 self.retrained.forget(event.stop * event.samples)
             case _:
-                super()._apply(event)
+                raise AssertionError(f"no rule for {type(event).__name__}")
 
     def _lose_work(self, peer: str) -> None:
-        self.answered.pop(peer, None)
-        self.lease_clock.lose(peer)
+        self.leasing.lose(peer)
         averaged = self.round.ranges.get(peer)
         if averaged is not None:
-            self.round.orphans.add(peer)  # the verdict decides on these samples
+            self.round.orphans.add(peer)  # the verdict decides on its samples
         self.leases.give_back(peer, keep=averaged)
         self.round.ready.pop(peer, None)
         self.round.reports.pop(peer, None)
+        if self.stage is not None:
+            self.stage.micro_batches.lose(peer)
         if self.round.plan is None:
-            self.round.expected = None  # it may be back before the plan, with other work
+            self.round.expected = None  # it may rejoin before the plan, with other work
 
-    def left_traces(self, peer: str) -> bool:
-        return super().left_traces(peer) or peer in self.round.ranges
+    def _left_traces(self, peer: str) -> bool:
+        """Whether the run would be another one without this member."""
+        one = self.membership.members[peer]
+        return bool(one.rounds_committed or one.tokens_committed or one.failures) or peer in self.round.ranges
+
+    def standing(self, peer: str) -> Standing:
+        """What speaks for keeping a member, for ``admission``."""
+        member = self.membership.members.get(peer)
+        return Standing(member.has_record, member.rounds_committed) if member else Standing(False, 0)
 
     def _begin_averaging(self, event: ev.RoundPlanned) -> None:
         self.round.phase = "averaging"
         self.round.plan = event.plan
         self.round.loss, self.round.median_loss = event.loss, event.median_loss
-        self.round.progress_s = self.round.reported_s = self.now_s
+        self.round.progress_s = self.round.reported_s = self.log.now_s
         peers = [member.peer for member in event.plan.members]
         self.round.moves_left = dict.fromkeys(peers, -(-event.plan.parts[-1].stop // event.plan.chunk_elements))
         self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, event.ranges, strict=True)}
@@ -234,11 +274,11 @@ class RoundScope(MemberScope):
         verdict = event.verdict
         assert verdict.round == self.round.number, "one verdict a round"
         assert verdict.previous_chain == self.chain, "an unbroken chain"
-        # By the verdicts' own times: a verdict that is taken over from a member says the same as the one that was lost.
+        # By the verdicts' own times, so that a verdict taken over from a member gives the same paces.
         lasted_s = verdict.ended_s - self.verdict.ended_s if self.verdict else 0.0
         self.verdict, self.chain = verdict, verdict.chain
         took_s = max(0.0, event.elapsed_s - self.elapsed_before_s)
-        self.elapsed_before_s, self.started_s = event.elapsed_s, self.now_s
+        self.elapsed_before_s, self.started_s = event.elapsed_s, self.log.now_s
         committed = {one.peer for one in verdict.plan.members} if verdict.committed and verdict.plan else set()
         for peer, member in self.membership.trainers().items():
             member.enter_round(peer in committed)
@@ -248,28 +288,37 @@ class RoundScope(MemberScope):
             self._learn_paces(verdict, lasted_s)
             self._commit(verdict, event.lost, took_s)
             self._carry(verdict, event.carrying)
-            self._forgive(committed.difference(event.lost, event.missing))
+            for peer in committed.difference(event.lost, event.missing):
+                self.membership.members[peer].deliver()
         else:
             self.rounds_aborted += 1
-        for peer in self.round.orphans:  # who is back already keeps what it was given since
+        for peer in self.round.orphans:  # one that has rejoined keeps what it was leased since
             since = subtract(self.leases.held.get(peer, []), self.round.ranges[peer])
             self.leases.give_back(peer, keep=since)
         self._leave_out(event.missing)
         self.accusations.take(event.accusations, verdict.round)
-        self.lease_clock.end_round(committed.difference(event.lost), self.round.opened_s)
+        self.leasing.clock.end_round(committed.difference(event.lost), self.round.opened_s)
         if event.went_back is not None:
             self._go_back(verdict, event.went_back)
+        if self.stage is not None and not verdict.committed:
+            # A batch is committed in all stages or in none: the round begins anew, without claims.
+            for peer in list(self.leases.held):
+                self.leases.give_back(peer)
+            for member in self.membership.members.values():
+                member.forget_progress()
+        if self.stage is not None:
+            self.stage.micro_batches = self.stage.micro_batches.next_round()
         self.setback = self.setback.passed(self.anchor_version)
         phase, closed_s = self.round.phase, self.round.closes_s
         ahead = self.run.averaging.overlap and phase in ("closing", "averaging")
-        self.round = Round(verdict.round + 1, opened_s=min(closed_s, self.now_s) if ahead else self.now_s)
+        self.round = Round(verdict.round + 1, opened_s=min(closed_s, self.log.now_s) if ahead else self.log.now_s)
         if phase != "waiting" and self.membership.trainers():
             self.round.phase = "training"
-        if is_over(self.run.run, self.tokens_committed, self.rounds_committed, self.elapsed_s(self.now_s)):
+        if is_over(self.run.run, self.tokens_committed, self.rounds_committed, self.elapsed_s(self.log.now_s)):
             self.round.phase = "ended"
 
     def _learn_paces(self, verdict: Verdict, lasted_s: float) -> None:
-        """Of a run's first round nobody knows how long it took."""
+        """Update the members' paces. The duration of the run's first round is unknown."""
         assert verdict.plan is not None
         members, recorded = self.membership.members, self.membership.recorded()
         lasted_s = min(lasted_s, self.run.round.max_s)
@@ -281,22 +330,20 @@ class RoundScope(MemberScope):
         for peer, pace_tps in paces.items():
             members[peer].pace_tps = pace_tps
 
-    def _forgive(self, delivered: Iterable[str]) -> None:
-        for peer in delivered:
-            self.membership.members[peer].deliver()
-
     def _leave_out(self, missing: Iterable[str]) -> None:
-        """What others wait for in vain again and again, they wait for no more for a while. These members keep what they
-        hold and get no more: whoever had a bad link brings its work later, and none of it is lost."""
-        for peer in missing:
+        """Leave members out for a while whose contributions were waited for in vain, round after round.
+
+        They keep the samples that they hold and get no more: whoever had a bad link brings its work later. In a stage,
+        which may have no other replica, they lose their place instead (``Barrier.evict_persistent_stragglers``)."""
+        for peer in missing if self.stage is None else ():
             self.membership.members[peer].miss(self.round.number)
 
     def is_left_out(self, peer: str) -> bool:
-        """Whether its work does not count in this round, as it has not delivered what it had to."""
+        """Whether a member's work does not count in this round, as its earlier contributions did not come."""
         return self.round.number < self.membership.members[peer].out_until
 
     def counts(self, peer: str) -> bool:
-        """Whether what it says of itself steers others: it has a record, or nobody has."""
+        """Whether a member's reports influence others: it has a record, or nobody has."""
         recorded = self.membership.recorded()
         return not recorded or peer in recorded
 
@@ -321,8 +368,8 @@ class RoundScope(MemberScope):
                 member.worked_version = plan.anchor_version
                 member.clipped_rounds += exceeds(planned, plan.rho, power)
                 member.last_tokens = planned.weight_tokens
-                member.worked_s = self.now_s
-        # No round's own work takes longer; the rest is time without anybody.
+                member.worked_s = self.log.now_s
+        # Time beyond the round's limit was time without members.
         took_s = min(took_s, self.run.round.max_s)
         merged = tuple(merge(one for mine in ranges.values() for one in mine))
         about = level, plan.rho, self.round.median_loss, suspects
@@ -332,19 +379,18 @@ class RoundScope(MemberScope):
         self.membership.advance(self.anchor_version)
 
     def _carry(self, verdict: Verdict, carrying: tuple[str, ...]) -> None:
-        """What of their work the mean lacks comes again with what they bring next."""
+        """Note the work that the mean lacks: members bring it with their next contribution."""
         for planned in verdict.plan.members if verdict.plan else ():
             member = self.membership.members[planned.peer]
             left_out = planned.weight_tokens if planned.peer in carrying else 0
             member.carried_tokens = min(member.carried_tokens + left_out, _MAX_COUNT) if left_out else 0
 
     def is_suspended(self, peer: str) -> bool:
-        """Whether its work does not count now, as it is suspected of having spoilt earlier rounds."""
+        """Whether a member's work does not count now, as it is suspected of having spoilt earlier rounds."""
         return self.round.number < self.membership.members[peer].suspended_until
 
     def _go_back(self, verdict: Verdict, to: ev.WentBack) -> None:
-        """Whoever did the work that is undone keeps the credit for it: it was not at fault. Suspects are left out for a
-        while."""
+        """Undo rounds. Members keep the credit for their undone work; suspects are left out for a while."""
         if to.diverged:
             self.setback = self.setback.again(to.bad_version, bool(to.suspects))
         for peer in to.suspects:
@@ -358,25 +404,25 @@ class RoundScope(MemberScope):
         self.tokens_undone += tokens
         self.leases.uncommit(ranges)
         self.retrained.undo(ranges)
-        self.answered.clear()
+        self.leasing.answered.clear()
         self.membership.go_back(self.anchor_version)
 
     @property
     def rounds_committed(self) -> int:
-        """Those behind the anchor. What was undone has to be done again before the run has its rounds."""
+        """Number of committed rounds in the anchor, without those that were undone."""
         return len(self.history.rounds)
 
-    # What others see ------------------------------------------------------------------------------------
+    # Views and status -----------------------------------------------------------------------------------
 
     def view(self, peer: str, now_s: float, roster_version: int = -1, verdict_chain: bytes | None = None) -> RunView:
-        """What this member has to know; roster and verdict only when it does not have these."""
+        """Return what a member has to know; roster and verdict only if it lacks them."""
         member = self.membership.members.get(peer)
         newest = self.verdict.chain if self.verdict else None
         closing = self.round.phase == "closing"
         roster, delta = self.membership.roster_news(roster_version)
         return RunView(
-            epoch=self.epoch,
-            sequence=self.announcements,
+            epoch=self.log.epoch,
+            sequence=self.log.announcements,
             round=self.round.number,
             anchor_version=self.anchor_version,
             phase=self.round.phase,
@@ -398,42 +444,43 @@ class RoundScope(MemberScope):
         )
 
     def believers(self) -> dict[str, Member]:
-        """Live trainers whose word on whether the run has diverged is heard."""
+        """Return the live trainers whose claims that the run has diverged count."""
         return {peer: one for peer, one in self.membership.trainers().items() if not self.is_suspended(peer)}
 
     def opinion(self) -> Opinion:
-        """What those say together."""
+        """Combine their claims."""
         if all(one.diverged is None for one in self.membership.trainers().values()):
             return Opinion()
         return opinion(self.believers(), self.history, self.state_digest(), ahead=self.run.averaging.overlap)
 
     def way_back(self) -> WayBack | None:
-        """From the version that the members with most of the work cannot go on from; None without such a version, and
-        where there is nothing to go back to, or that has been tried often enough."""
+        """Return how the run leaves a version from which the members with most of the work cannot go on.
+
+        None without such a version, without a state to go back to, and when that has been tried often enough."""
         bad = self.opinion().bad_version
         if bad is None:
             return None
         return way_back(bad, self.setback, self.history, self.believers(), self.membership.members)
 
     def word_on_divergence(self, peer: str) -> DivergenceWord:
-        """The answer to a member that says that its work has diverged."""
+        """Answer a member that reports that its work has diverged."""
         opinion = self.opinion()
-        if peer not in opinion.claims:  # also of a suspect: the others' word has to do for it
+        if peer not in opinion.claims:  # or a suspect, whose claim does not count
             return "go on"
         if opinion.bad_version is not None:
             return "hopeless" if self.way_back() is None else ""
         return "at fault" if peer in opinion.at_fault else ""
 
     def state_digest(self) -> bytes | None:
-        """Of the current anchor version's state: agreed, or what most of its holders say."""
+        """Return the digest of the current version's state: agreed on, or the one that most of its holders report."""
         return self.agreed_digest or self.membership.common_digest(self.anchor_version)
 
     def elapsed_s(self, now_s: float) -> float:
-        """How long the run has been going, without the time that the coordinator was away."""
+        """Return how long the run has lasted, without the time that the coordinator was away."""
         return max(0.0, self.elapsed_before_s + now_s - self.started_s)
 
     def _must_resync(self, member: Member) -> bool:
-        """It holds another state than this version's, or a version that the run has gone back behind."""
+        """Whether a member holds another state than this version's, or a version that was undone."""
         version = member.anchor_version
         other = self.agreed_digest is not None and member.state_digest not in (None, self.agreed_digest)
         return version is not None and (version > self.anchor_version or (version == self.anchor_version and other))
@@ -442,14 +489,16 @@ class RoundScope(MemberScope):
         return self.membership.synced(self.anchor_version, self.agreed_digest)
 
     def working(self) -> Mapping[str, Member]:
-        """Live trainers whose work counts in this round: with ``overlap`` also those who do not hold its anchor yet,
-        as they take over the last verdict at their next step."""
+        """Return the live trainers whose work counts in this round.
+
+        With ``overlap`` that includes those that hold the version before: they apply the last verdict at their next
+        step."""
         if not self.run.averaging.overlap or self.anchor_version == 0:
             return self.synced()
         return {**self.membership.synced(self.anchor_version - 1, None), **self.synced()}
 
     def leased_tokens(self, peer: str) -> int:
-        """What this member's leases amount to: the most that it can have done."""
+        """Return the tokens of a member's leases: the most that it can have done."""
         return count(self.leases.held.get(peer, [])) * (self.model.tokens_per_sample if self.model else 0)
 
     def works(self) -> list[Work]:
@@ -460,11 +509,11 @@ class RoundScope(MemberScope):
         ]
 
     def tokens_in_round(self) -> int:
-        """Done and not committed, what is done for the next round already included."""
+        """Return the tokens that are done and not committed, including those done for the next round."""
         trainers = self.membership.trainers()
         return self._tokens_in_round.take(
             self.round.number,
-            self.now_s,
+            self.log.now_s,
             len(trainers),
             lambda: min(
                 sum(
@@ -475,70 +524,22 @@ class RoundScope(MemberScope):
         )
 
     def unheard(self) -> set[str]:
-        """Members with samples that have not told their state yet, as we restarted only just now."""
+        """Return members with samples that have not reported their state since the coordinator restarted."""
         members = self.membership.members
         return {peer for peer in self.leases.held if members[peer].alive and members[peer].anchor_version is None}
 
-    def lease_limit(self, peer: str) -> int:
-        """The most samples that this member gets now; may be negative."""
-        batch, goal = self.run.inner.batch_samples, self.goal_samples()
-        believed = self._believed_limit(peer)
-        if not self.goal().exact:
-            limit = min(believed, _LEASED_ROUNDS * max(batch, goal) - self._held(peer))
-            return limit - limit % batch if believed < _MAX_COUNT else limit
-        # Guided self-scheduling (Polychronopoulos & Kuck 1987): ever smaller, so that all finish together.
-        left = max(0, goal - self.leases.outstanding())
-        return min(left, believed, max(batch, -(-left // (2 * len(self.synced())))))
-
-    def _held(self, peer: str) -> int:
-        return count(self.leases.held.get(peer, []))
-
-    def _believed_limit(self, peer: str) -> int:
-        """The most samples that it gets now for what it was seen to commit; no limit while nobody has a record. A
-        batch is always possible, or nobody could ever show anything."""
-        member, recorded = self.membership.members[peer], self.membership.recorded()
-        assert self.model is not None
-        per_sample, batch, held = self.model.tokens_per_sample, self.run.inner.batch_samples, self._held(peer)
-        limit_tps = pace_limit(member, recorded)
-        if not recorded:
-            return _MAX_COUNT
-        self.lease_clock.begin(peer, self.now_s, held * per_sample, limit_tps)
-        if member.has_record:
-            # A lease lasts for a while; where rounds are short, that is no reason to hold several rounds' worth.
-            ahead_s = min(self.deadlines.lease_s, self.run.round.max_s / 2)
-            worked_s = self.lease_clock.worked_s(peer, self.now_s) + ahead_s
-            return max(batch, int(min(limit_tps * worked_s / per_sample, _MAX_COUNT))) - held
-        worked_s = self.lease_clock.worked_s(peer, self.now_s, self.round.opened_s)
-        alone = max(batch, int(min(limit_tps * worked_s / per_sample, _MAX_COUNT))) - held
-        return min(alone, self._newcomers_limit(peer))
-
-    def _newcomers_limit(self, peer: str) -> int:
-        """What is left for this member of what all without a record may hold."""
-        assert self.model is not None
-        goal, recorded, batch = self.goal(), self.membership.recorded(), self.run.inner.batch_samples
-        open_s = self.now_s - self.round.opened_s
-        if goal.exact and (recorded.keys().isdisjoint(self.working()) or open_s > goal.max_s / 2):
-            return _MAX_COUNT  # those with a record do not fill the batch
-        tokens = newcomers_tokens(recorded.values(), goal.tokens, None if goal.exact else open_s)
-        most = int(min(tokens / self.model.tokens_per_sample, _MAX_COUNT))
-        each = max(batch, most // max(1, len(self.working().keys() - recorded.keys())))
-        held = {holder: count(ranges) for holder, ranges in self.leases.held.items() if holder not in recorded}
-        # What one keeps above its own part, from when it was alone, is not taken from the others'.
-        together = sum(min(one, each) for one in held.values())
-        return min(max(batch, most) - together, each - held.get(peer, 0))
-
     def averaging(self) -> set[str]:
-        """The plan's members that are still here, and never left."""
+        """Return the plan's members that have not left since."""
         return {peer for peer in self.round.ranges if peer not in self.round.orphans}
 
     def is_complete(self) -> bool:
-        """Whether nobody is left to be heard in this phase."""
+        """Whether all reports, or contributions, of this phase are here."""
         if self.round.phase == "averaging":
             return self.averaging() <= self.round.reports.keys()
         return self.leases.held.keys() <= self.round.ready.keys()
 
     def goal(self) -> Goal:
-        """Of this round; the last one of a run that is limited in time closes with the run."""
+        """Return when this round has enough. The last round of a run that is limited in time closes with the run."""
         max_s = self.run.round.max_s
         if self.run.run.max_s is not None:
             left_s = self.run.run.max_s - self.elapsed_s(self.round.opened_s)
@@ -557,15 +558,15 @@ class RoundScope(MemberScope):
     # ``tests/swarm/coordinator/test_snapshot.py`` compares every attribute.
 
     def snapshot(self) -> ev.RunSnapshot | None:
-        """What stands for all events so far; None while a round is about to end, and while events are to be taken."""
-        return None if self._events or self.round.phase in ("closing", "averaging") else self.as_snapshot()
+        """Return the state as one event; None while a round is about to end, and while events are not yet written."""
+        return self.as_snapshot() if self.log.is_written and self.round.phase not in ("closing", "averaging") else None
 
     def as_snapshot(self) -> ev.RunSnapshot:
-        """The state as one event, of a scope whose round is neither closing nor averaging."""
+        """Return the state as one event; the round must be neither closing nor averaging."""
         assert self.round.phase not in ("closing", "averaging")
         members, replaced = self.membership.kept()
-        return RunSnapshot(
-            epoch=self.epoch,
+        return ev.RunSnapshot(
+            epoch=self.log.epoch,
             round=self.round.number,
             phase=self.round.phase,
             model=self.model,
@@ -584,7 +585,7 @@ class RoundScope(MemberScope):
             fresh=self.leases.fresh,
             pool=to_wire(self.leases.pool),
             held={peer: to_wire(ranges) for peer, ranges in self.leases.held.items()},
-            answered=tuple(self.answered.values()),
+            answered=tuple(self.leasing.answered.values()),
             history=self.history.pack(),
             lost_again=to_wire(self.retrained.lost),
             undone_again=to_wire(self.retrained.undone),
@@ -593,32 +594,60 @@ class RoundScope(MemberScope):
         )
 
     def _restore(self, snapshot: ev.RunSnapshot) -> None:
-        """Take over a snapshot. The scope is new; whoever was alive is heard of as of now."""
-        self.round = Round(snapshot.round, snapshot.phase, opened_s=self.now_s)
+        """Take over a snapshot in a new scope. Members that were alive count as heard now."""
+        self.round = Round(snapshot.round, snapshot.phase, opened_s=self.log.now_s)
         self.model, self.elements = snapshot.model, snapshot.model.elements if snapshot.model else 0
         self.anchor_version, self.agreed_digest = snapshot.anchor_version, snapshot.agreed_digest
         self.chain, self.verdict, self.loss = snapshot.chain, snapshot.verdict, snapshot.loss
         self.rounds_aborted, self.rounds_undone = snapshot.rounds_aborted, snapshot.rounds_undone
         self.tokens_committed, self.tokens_undone = snapshot.tokens_committed, snapshot.tokens_undone
-        self.elapsed_before_s, self.started_s = snapshot.elapsed_s, self.now_s
-        self.membership.restore(snapshot.members, snapshot.replaced, self.epoch, self.now_s)
+        self.elapsed_before_s, self.started_s = snapshot.elapsed_s, self.log.now_s
+        self.membership.restore(snapshot.members, snapshot.replaced, self.log.epoch, self.log.now_s)
         held = {peer: from_wire(ranges) for peer, ranges in snapshot.held.items()}
         self.leases = LeaseLedger(snapshot.fresh, from_wire(snapshot.pool), held)
-        self.answered = {one.peer: one for one in snapshot.answered}
+        self.leasing.answered = {one.peer: one for one in snapshot.answered}
         self.history = History.unpack(snapshot.history)
         self.retrained = RetrainedSamples(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
         self.setback = Setback(*snapshot.setback)
         self.accusations = Accusations({(one.by, one.of): one.round for one in snapshot.accusations})
 
-    # Reports of members ------------------------------------------------------------------------------------
+    # Requests of members -----------------------------------------------------------------------------------
+
+    def hear(self, peer: str, now_s: float) -> None:
+        """Note that a member is alive."""
+        self.log.now_s = now_s
+        self.membership.members[peer].heard_s = now_s
+
+    def describe_model(self, peer: str, model: PeerToCoordinatorDescribeModel) -> None:
+        """Take down the model that a member has built; all have to build the same one.
+
+        Raises ``ModelMismatch`` or ``CorpusError`` that names the first difference."""
+        if self.membership.is_observer(peer):
+            raise NotAdmitted("observers have no model")
+        check_model(self.run, self.model, model, None if self.stage is None else self.stage.layers)
+        if adds_to(self.model, model):
+            self.record(ev.ModelDescribed(model=model))
+
+    def take_over(self, verdict: Verdict, now_s: float) -> bool:
+        """Accept a verdict that this host has given (``stale_journal.check_ours``), if the journal lacks it.
+
+        False: the journal is too old to go on from. In a stage it always is, as the verdicts of the other stages in
+        that round are not known."""
+        self.log.now_s = now_s
+        if is_known(self, verdict):
+            return True
+        event = taken_over(self, verdict, now_s) if self.stage is None else None
+        if event is not None:
+            self.end_round(event)
+        return event is not None
 
     def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
-        self.now_s = now_s
+        self.log.now_s = now_s
         received_before = self.membership.members[peer].bytes_received
         moved = self.membership.hear(peer, heartbeat, self.round.number, now_s)
         if not self.membership.is_observer(peer):
             process = self.membership.members[peer].entry.certificate.curve_key
-            self.sent_bytes.hear(peer, process, heartbeat.bytes_sent)
+            self.admission.sent_bytes.add(peer, process, heartbeat.bytes_sent)
         if moved and self.round.moves_left.get(peer) and peer not in self.round.reports:
             self.round.moves_left[peer] -= 1
             self.round.progress_s = now_s
@@ -630,29 +659,28 @@ class RoundScope(MemberScope):
         if self.round.phase == "waiting" and self.synced():
             self.round.phase = "training"
             self.round.opened_s = now_s
-            self.announcements += 1
+            self.log.announcements += 1
 
     def _agree_on_beginning(self) -> None:
-        """The first to be here says what the run begins with; if nobody has that any more, somebody else does."""
+        """Agree on the first member's state as version 0; on another member's, if nobody holds that any more."""
         if self.agreed_digest is None or not (self.synced() or self.unheard()):
             digest = self.membership.common_digest(0)
             if digest is not None:
                 self.record(ev.StateAgreed(anchor_version=0, digest=digest))
 
     def ready(self, peer: str, ready: PeerToCoordinatorRoundReady, now_s: float) -> None:
-        """A contribution is waiting. Raises ``StaleWork`` when its samples are not this peer's (any more)."""
-        self.now_s = now_s
+        """Note a contribution that waits for the plan. Raises ``StaleWork`` if its samples are not this peer's."""
+        self.hear(peer, now_s)
         member = self.membership.members[peer]
-        member.heard_s = now_s
         if ready.round != self.round.number or self.round.phase != "closing" or not member.is_trainer:
-            return  # also when the round goes on: its samples would not be all that this peer has done by the end
+            return  # if the round was reopened, this peer will have done more by its end
         ranges = from_wire(ready.ranges)
         if not is_tidy(ranges):
             raise WireError("the sample ranges of a contribution must not be empty or overlap")
         if not self.leases.holds(peer, ranges) or ready.anchor_version != self.anchor_version:
-            raise StaleWork("these samples were given to others while this peer was silent; start from the anchor")
+            raise StaleWork("these samples were given to others while this peer was silent: start from the anchor")
         if self.agreed_digest not in (None, ready.state_digest):
-            raise StaleWork("this peer's state is not the run's; start from the anchor")
+            raise StaleWork("this peer's state is not the run's: start from the anchor")
         if self.model is None or count(ranges) * self.model.tokens_per_sample != ready.weight_tokens:
             raise WireError("the weight of a contribution must be the tokens of its samples")
         if ready.norms and len(ready.norms) != claim_bytes(self.elements):
@@ -660,17 +688,16 @@ class RoundScope(MemberScope):
         member.tokens_done = ready.weight_tokens
         before = self.round.ready.get(peer)
         if before is None:
-            self.lease_clock.offer(peer, now_s)
+            self.leasing.clock.offer(peer, now_s)
             if self.counts(peer):
                 self._ready_delays.saw(now_s - self.round.closes_s)
             self.round.ready_s = min(self.round.ready_s, now_s)
         elif before != ready:
-            self.round.expected = None  # others may have got some of what it brought before
+            self.round.expected = None  # others may have fetched parts of the earlier contribution
         self.round.ready[peer] = ready
 
     def report(self, peer: str, report: PeerToCoordinatorRoundReport, now_s: float) -> None:
-        self.now_s = now_s
-        self.membership.members[peer].heard_s = now_s
+        self.hear(peer, now_s)
         plan = self.round.plan
         if plan is None or report.round != self.round.number or peer not in self.averaging():
             return
@@ -684,14 +711,14 @@ class RoundScope(MemberScope):
             )
         ):
             raise WireError("the report does not fit the plan of its round")
-        if peer not in self.round.reports:  # saying it again, or otherwise, holds off no verdict
+        if peer not in self.round.reports:  # a repeated or changed report does not put off the verdict
             if self.counts(peer):
                 self._report_delays.saw(now_s - self.round.reported_s if self.round.reports else 0.0)
             self.round.progress_s = self.round.reported_s = now_s
         self.round.reports[peer] = report
 
     def status(self, now_s: float) -> CoordinatorToPeerStatus:
-        """The scope at a glance, for people: what ``shoal status`` shows, as of ``now_s``."""
+        """Return the scope at a glance, for ``shoal status``."""
         samples = self.model.samples if self.model else None
         closing = self.round.phase == "closing"
         return CoordinatorToPeerStatus(
@@ -716,22 +743,25 @@ class RoundScope(MemberScope):
             members=self.membership.status(self.anchor_version, self.state_digest(), self.round.number),
         )
 
-    def excuse_own_silence(self, now_s: float) -> float:
-        stood_s = super().excuse_own_silence(now_s)
+    def excuse(self, stood_s: float) -> None:
+        """Extend all deadlines: the coordinator stood still for so long, so nobody was late."""
+        self.membership.excuse(stood_s, self.log.now_s)
         self.round.closes_s += stood_s
         self.round.progress_s += stood_s
         self.round.reported_s += stood_s
         self._outage.excuse(stood_s)
-        self.lease_clock.excuse(stood_s)
-        return stood_s
+        self.leasing.clock.excuse(stood_s)
 
-    # Going back -----------------------------------------------------------------------------------------
+    # Rollback -------------------------------------------------------------------------------------------
 
     def look_for_holders(self, now_s: float) -> Return | None:
-        """Where to go back to: nobody holds the newest state, and it is not worth waiting for anybody any more. A round
-        that closes or is averaged ends by itself first."""
+        """Return where to go back to, if nobody holds the newest state and nobody is worth waiting for any more.
+
+        A round that is closing or averaged ends by itself first."""
         self._outlook = None
-        if not self._is_without_state() or self.opinion().bad_version is not None:  # who says so has let go of it
+        if (
+            not self._is_without_state() or self.opinion().bad_version is not None
+        ):  # members that report it have dropped the state
             self._outage.end()
             return None
         self._outlook = self._outage.look(now_s, self.history, self.agreed_digest, self.membership.members)
@@ -741,8 +771,9 @@ class RoundScope(MemberScope):
     def go_back_to(
         self, version: int, keepers: tuple[str, ...], judgement: Judgement, diverged: WayBack | None = None
     ) -> ev.VerdictGiven:
-        """To an earlier version of the anchor, by a round that ends with this judgement. ``diverged``: why, unless the
-        newest state is lost."""
+        """Return the end of the round with which the run goes back to an earlier version.
+
+        ``diverged``: the reason, unless the newest state is lost."""
         made = self.history.rounds[version]
         went_back = ev.WentBack(
             from_version=self.anchor_version,
@@ -758,7 +789,7 @@ class RoundScope(MemberScope):
         return self.verdict_of(judgement, went_back)
 
     def look_at_divergence(self) -> ev.VerdictGiven | None:
-        """The end of the round, in whatever phase it is, if the run has diverged and can go back."""
+        """Return the end of the round, in whatever phase it is, if the run has diverged and can go back."""
         back = self.way_back()
         if back is None:
             return None
@@ -766,7 +797,7 @@ class RoundScope(MemberScope):
         return self.go_back_to(back.version, back.keepers, reason, back)
 
     def say_return(self, back: Return) -> str:
-        """The reason of the verdict with which the run goes back."""
+        """Return the reason of the verdict with which the run goes back."""
         return say_return(back, self.history, len(self.membership.trainers()))
 
     def say_outlook(self) -> str:
@@ -778,35 +809,35 @@ class RoundScope(MemberScope):
         return say_outlook(self.anchor_version, self.agreed_digest, self._outlook, self.membership.members)
 
     def _is_without_state(self) -> bool:
-        """Members are here, and none of them holds the run's newest state. The first one is whatever they make, unless
-        the run file says what it is."""
+        """Whether members are here, and none of them holds the newest state.
+
+        Version 0 is made by the members, unless the run file determines it."""
         is_made = self.anchor_version == 0 and not self.is_beginning_written
         trainers = self.membership.trainers()
-        # One newcomer that only says to hold it would keep everybody waiting for ever.
+        # Or one newcomer that only claims to hold it would keep everybody waiting for ever.
         return bool(not is_made and trainers and self.synced().keys().isdisjoint(counting(trainers, trainers)))
 
     # Closing --------------------------------------------------------------------------------------------
 
     def closing_moment(self, now_s: float) -> float | None:
-        """The moment to announce; None while it is too early to tell."""
+        """Return the moment to announce; None while it is too early to tell."""
         return closing_moment(self.round.opened_s, self.goal(), self.works(), now_s, self.deadlines)
 
     def close(self, moment_s: float) -> None:
-        """Announce the moment, and ahead of it the plan."""
+        """Announce the closing moment and the expected plan."""
         self.record(ev.RoundClosing(round=self.round.number))
         self.round.closes_s = moment_s
         self._expect()
 
-    def reopen(self) -> None:
-        self.record(ev.RoundReopened(round=self.round.number))
-
     def is_gathered(self, now_s: float) -> bool:
-        """Whoever holds no samples brings none: nobody waits for them. Once half of those who do are ready, the others
-        get as long as it has been taking; one that takes longer brings its work to the next round."""
+        """Whether the plan waits for no more contributions.
+
+        Members without samples are not waited for. Once half of the others are ready, the rest get as long as members
+        usually take; one that takes longer brings its work to the next round."""
         return now_s >= self.round.closes_s + self._worth_waiting_s(self.awaited())
 
     def awaited(self) -> list[str]:
-        """Whose work the plan waits for; not that of members that were waited for in vain again and again."""
+        """Return the members for whose work the plan waits, without those that were repeatedly not ready."""
         ready, working, unheard = self.round.ready, self.working(), self.unheard()
         held = [
             one
@@ -820,11 +851,11 @@ class RoundScope(MemberScope):
     def _worth_waiting_s(self, awaited: Collection[str]) -> float:
         if self.round.ready and not awaited:
             return 0.0
-        # Most of those with a record, where any has one, or newcomers could keep everybody waiting.
+        # Members with a record decide where there are any, or newcomers could keep everybody waiting.
         recorded = self.membership.recorded().keys() & {*self.round.ready, *awaited}
         ready = len(recorded.intersection(self.round.ready)) if recorded else len(self.round.ready)
         late = len(recorded.intersection(awaited)) if recorded else len(awaited)
-        # A batch that has to be whole is worth all the patience: without the straggler it begins anew.
+        # An exact batch is worth the whole patience: without the straggler it begins anew.
         prompt = ready > late and not self.goal().exact
         return self._ready_delays.wait_s if prompt else self.deadlines.ready_s
 
@@ -833,7 +864,7 @@ class RoundScope(MemberScope):
         return now_s < self.round.opened_s + self.goal().max_s and not self.is_late(now_s)
 
     def proposal(self) -> ev.RoundPlanned | None:
-        """The plan for whoever is ready; None when nobody has anything to contribute."""
+        """Return the plan for the members that are ready; None when nobody has anything to contribute."""
         ready = {peer: one for peer, one in self.round.ready.items() if not self.is_left_out(peer)}
         self.round.expected = as_expected(self.round.expected, ready)
         plan = self.round.expected or self._plan_of(ready)
@@ -856,7 +887,7 @@ class RoundScope(MemberScope):
         return self.accusations.into(plan) if plan else None
 
     def _measure(self) -> None:
-        """Make up our mind about everybody's link."""
+        """Estimate every member's bandwidth."""
         trainers = self.membership.trainers()
         claims_bps = {peer: one.claimed_bps for peer, one in trainers.items()}
         believed = self._bandwidths.believed(claims_bps, counting(trainers, trainers))
@@ -871,8 +902,10 @@ class RoundScope(MemberScope):
         self._bandwidths.learn(plan, witnesses, sent_at_least(plan, reports, self.run.format_map(shapes), took_s))
 
     def _expect(self) -> None:
-        """Say ahead what the plan will be, if all who work for the round are ready: of a flat group only, as the plan
-        of a grid is large, and of no batch that has to be whole, as nobody knows ahead when it is."""
+        """Set the plan that is expected if all members that work for the round get ready.
+
+        Only for a flat group, as the plan of a grid is large, and not for an exact batch, as nobody knows ahead when
+        that is complete."""
         if self.goal().exact:
             return
         ready = {
@@ -892,26 +925,28 @@ class RoundScope(MemberScope):
 
     def lacks_samples(self, proposal: ev.RoundPlanned | None) -> bool:
         """Whether a batch that has to be exact is not whole in this plan."""
+        if self.stage is not None:
+            return not self.stage.is_whole(proposal)
         goal, plan = self.goal(), proposal.plan if proposal else None
         return goal.exact and (sum(one.weight_tokens for one in plan.members) if plan else 0) < goal.tokens
 
     def begin_averaging(self, proposal: ev.RoundPlanned) -> None:
-        """Announce the plan, and take note of who was waited for in vain."""
+        """Announce the plan, and note the members that were waited for in vain."""
         if not self.goal().exact:
             self._punctuality.saw(self.round.number, self.round.ready, self.awaited())
         self.record(proposal)
 
     def free_kept_samples(self, plan: RoundPlan | None) -> None:
-        """A batch that has to be complete lacks samples: members that keep some and bring nothing usable lose them."""
+        """Lose members that keep samples of an exact batch and bring nothing usable, so that others can do them."""
         fine = {peer for peer, one in self.round.ready.items() if not one.weight_tokens}
         fine |= {member.peer for member in plan.members} if plan else set()
         for peer in [one for one in self.leases.held if one not in fine]:
             self.record(ev.MemberLost(peer=peer, reason=ev.KEPT_SAMPLES))
 
-    # RoundScope ---------------------------------------------------------------------------------------------
+    # Verdict ------------------------------------------------------------------------------------------------
 
     def judgement(self, now_s: float) -> Judgement | None:
-        """How the round ends by what members report; None while it is worth waiting for more."""
+        """Return how the round ends by what members report; None while it is worth waiting for more."""
         assert self.round.plan is not None
         live = self.averaging()
         return judge(
@@ -925,8 +960,9 @@ class RoundScope(MemberScope):
         )
 
     def verdict_of(self, judgement: Judgement, went_back: ev.WentBack | None = None) -> ev.VerdictGiven:
-        """As it is before it is signed. ``went_back`` only with a judgement that aborts the round; the version is the
-        one of its vouched round."""
+        """Return the verdict before it is signed.
+
+        ``went_back``: only with a judgement that aborts the round; then the version is that of its vouched round."""
         work = recorded_work(self.membership.members, self.round.reports)
         plan, lost = self.round.plan, lost_work(self.round, judgement.digests, work)
         weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
@@ -944,8 +980,8 @@ class RoundScope(MemberScope):
             tokens=tokens,
             tokens_total=total,
             loss=self.round.loss if judgement.committed else None,
-            ended_s=round(max(0.0, self.now_s + self.unix_offset_s), 3),
-            sent_bytes=self.sent_bytes.take(),
+            ended_s=round(self.log.unix_s, 3),
+            sent_bytes=self.admission.sent_bytes.take(),
             run_hash=self.run.hash,
             previous_chain=self.chain,
             chain=bytes(32),
@@ -953,7 +989,7 @@ class RoundScope(MemberScope):
         )
         return ev.VerdictGiven(
             verdict=unsigned,
-            elapsed_s=self.elapsed_s(self.now_s),
+            elapsed_s=self.elapsed_s(self.log.now_s),
             lost=lost,
             failed=judgement.failed,
             carrying=self._carrying(judgement),
@@ -963,12 +999,12 @@ class RoundScope(MemberScope):
         )
 
     def left_out_of(self, judgement: Judgement) -> tuple[str, ...]:
-        """Members whose contribution did not get into every chunk, as most of the recorded work says."""
+        """Return members whose contribution did not get into every chunk, as most of the recorded work reports."""
         work = recorded_work(self.membership.members, self.round.reports)
         return left_out(self.round, judgement.digests, work)
 
     def _carrying(self, judgement: Judgement) -> tuple[str, ...]:
-        """Members that keep something of what they offered: of a void part all, else those that some chunk lacks."""
+        """Return members that keep a part of their contribution: all for a void part, else those that a chunk lacks."""
         plan = self.round.plan
         if plan is None or not judgement.committed:
             return ()
@@ -977,7 +1013,7 @@ class RoundScope(MemberScope):
         return tuple(peer for peer in peers if peer not in self.round.orphans)
 
     def give_verdict(self, unsigned: ev.VerdictGiven) -> None:
-        """Sign it: the round has ended."""
+        """Sign the verdict and end the round."""
         if self.round.plan is not None:
             self._learn_bandwidths(self.round.plan)
         chain = chain_hash(unsigned.verdict)
@@ -995,13 +1031,13 @@ class RoundScope(MemberScope):
                 self.record(ev.LossRose(round=newest.round, loss=newest.loss, usual=usual))
         for peer in event.missing:
             if self.goal().exact and self.is_left_out(peer) and peer in self.leases.held and not self.has_ended:
-                self.record(ev.MemberLost(peer=peer, reason="left out for a while"))  # the next batch has to be whole
+                self.record(ev.MemberLost(peer=peer, reason="left out for a while"))  # others do its samples
 
     def _covered(self) -> int:
         return epochs_covered(self.leases, self.model.samples) if self.model and self.model.samples else 0
 
     def _tell_covered(self, first: int) -> None:
-        """Which epochs this verdict has completed, ``first`` having been covered before."""
+        """Record which epochs this verdict has completed; ``first`` were covered before."""
         stop = self._covered()
         if stop > first:
             samples = self.model.samples if self.model else None

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.swarm.coordinator.membership import Member
-from shoal.swarm.coordinator.pipeline_state import PipelineState
 from shoal.swarm.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from shoal.swarm.coordinator.pipeline_run import PipelineRun
 
 _STEPS = 64
 """Number of steps into which a peer's preparation of a stage is divided. Each counts as progress once, so no peer can
@@ -65,16 +67,16 @@ class StallDetector:
         if self._stalled_s is not None:
             self._stalled_s += seconds
 
-    def find_stalled(self, run: PipelineState, now_s: float) -> list[StalledPeer]:
+    def find_stalled(self, run: PipelineRun, now_s: float) -> list[StalledPeer]:
         """Return the peers that have kept the others waiting for too long. Call it regularly."""
-        working = [stage.working() for stage in run.stages]
+        working = [stage.working() for stage in run.scopes]
         late, idle = self._check_preparations(run, working, now_s), self._check_work(run, working, now_s)
         return list({one.peer: one for one in (*idle, *late)}.values())
 
     # Preparation of stages ------------------------------------------------------------------------------
 
     def _check_preparations(
-        self, run: PipelineState, working: Sequence[Mapping[str, Member]], now_s: float
+        self, run: PipelineRun, working: Sequence[Mapping[str, Member]], now_s: float
     ) -> list[StalledPeer]:
         """Return the peers that have made no progress for too long with a stage in which they do not work yet."""
         stalled, before = [], self._preparations
@@ -101,16 +103,14 @@ class StallDetector:
                 self._preparations[peer] = preparation
         return stalled
 
-    def _allowed_s(self, run: PipelineState, peer: str, span: tuple[int, int]) -> float:
+    def _allowed_s(self, run: PipelineRun, peer: str, span: tuple[int, int]) -> float:
         parameters = sum(run.parameters_bytes(stage) for stage in range(span[0], span[1] + 1))
         bps = min(max(run.capabilities[peer].bandwidth_bps, _SLOWEST_BPS), _FASTEST_BPS)
         return self._deadlines.enter_s(8 * self._copies * parameters / bps)
 
     # Work -----------------------------------------------------------------------------------------------
 
-    def _check_work(
-        self, run: PipelineState, working: Sequence[Mapping[str, Member]], now_s: float
-    ) -> list[StalledPeer]:
+    def _check_work(self, run: PipelineRun, working: Sequence[Mapping[str, Member]], now_s: float) -> list[StalledPeer]:
         """Return the peers that have something to compute and have computed nothing for too long. If no peer has
         anything to compute although samples are left, return one of the first stage that has begun nothing, as all
         later stages wait for it."""
@@ -134,7 +134,7 @@ class StallDetector:
         return self._check_stages(run, working, now_s)
 
     def _check_stages(
-        self, run: PipelineState, working: Sequence[Mapping[str, Member]], now_s: float
+        self, run: PipelineRun, working: Sequence[Mapping[str, Member]], now_s: float
     ) -> list[StalledPeer]:
         """Check a run in which no peer has anything to compute."""
         batch = run.batch()
@@ -152,20 +152,20 @@ class StallDetector:
         return [StalledPeer(min(working[late[0]]), what)]
 
 
-def _steps(run: PipelineState, peer: str, span: tuple[int, int]) -> int:
+def _steps(run: PipelineRun, peer: str, span: tuple[int, int]) -> int:
     """Return the progress that a peer reports, in steps: of its layers, and of the state of each stage."""
     members = [run.membership.members[peer]]
-    for stage in run.stages[span[0] : span[1] + 1]:
+    for stage in run.scopes[span[0] : span[1] + 1]:
         member = stage.membership.members.get(peer)
         if member is not None and member.alive:
             members.append(member)
     return sum(1 + int(_STEPS * member.headway.prepared) for member in members)
 
 
-def _lacks_donors(run: PipelineState, peer: str, lacking: Sequence[int]) -> bool:
+def _lacks_donors(run: PipelineRun, peer: str, lacking: Sequence[int]) -> bool:
     """Return whether a peer has joined all stages that it lacks, and nobody has their states: then the run waits for
     somebody else."""
-    for stage in (run.stages[number] for number in lacking):
+    for stage in (run.scopes[number] for number in lacking):
         member = stage.membership.members.get(peer)
         is_made_here = not stage.anchor_version and run.run.start is None
         if member is None or not member.alive or is_made_here or stage.working():
@@ -173,7 +173,7 @@ def _lacks_donors(run: PipelineState, peer: str, lacking: Sequence[int]) -> bool
     return True
 
 
-def _span_s(run: PipelineState, peer: str) -> float:
+def _span_s(run: PipelineRun, peer: str) -> float:
     """Return the seconds that a micro-batch takes at a peer and on its way there and back, as the peer measured."""
     (first, last), able = run.spans[peer], run.capabilities[peer]
     start, stop = run.boundaries[first], run.boundaries[last + 1]

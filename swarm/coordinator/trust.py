@@ -53,7 +53,7 @@ class LeaseClock:
     _before_s: float = -math.inf
     """Opening of the round before this one."""
 
-    def begin(self, peer: str, now_s: float, held_tokens: int, tokens_per_s: float) -> None:
+    def start(self, peer: str, now_s: float, held_tokens: int, tokens_per_s: float) -> None:
         """It asks for samples, maybe for the first time."""
         self._since_s.setdefault(peer, now_s - held_tokens / tokens_per_s if tokens_per_s else now_s)
 

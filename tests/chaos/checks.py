@@ -53,18 +53,18 @@ def check_parity(run: Swarm, lives: list[Life]) -> None:
     for _, applied in sorted(run_ledger(run).rounds.items()):
         anchor = anchor - applied.mean
     machine = run.coordinator.machine
-    assert machine.anchor_version == len(run_ledger(run).rounds)
+    assert machine.scope.anchor_version == len(run_ledger(run).rounds)
     for life in lives:
-        assert life.version == machine.anchor_version
+        assert life.version == machine.scope.anchor_version
         assert torch.equal(life.anchor, anchor)
-        assert life.view.verdict == machine.verdict
+        assert life.view.verdict == machine.scope.verdict
 
 
 def check_tokens(run: Swarm) -> None:
     """Check that every committed token is a sample that was leased once and that no member holds any more."""
     machine = run.coordinator.machine
-    leases = machine.leases
-    assert machine.tokens_committed == leases.fresh - count(leases.pool) - leases.outstanding()
+    leases = machine.scope.leases
+    assert machine.scope.tokens_committed == leases.fresh - count(leases.pool) - leases.outstanding()
     total = 0
     for one in run.coordinator.events:
         if isinstance(one, ev.VerdictGiven) and one.verdict.committed:
@@ -73,8 +73,8 @@ def check_tokens(run: Swarm) -> None:
             assert one.verdict.tokens == sum(weight for peer, weight in members.items() if peer not in one.lost)
             total += one.verdict.tokens
             assert one.verdict.tokens_total == total
-    assert machine.tokens_committed == total
-    assert sum(one.tokens_committed for one in machine.membership.members.values()) == total
+    assert machine.scope.tokens_committed == total
+    assert sum(one.tokens_committed for one in machine.scope.membership.members.values()) == total
 
 
 def check_lost_work(run: Swarm) -> None:

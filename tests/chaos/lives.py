@@ -145,7 +145,7 @@ class Life(SimMember):
 
     def _is_planned(self, number: int) -> bool:
         """Whether this offer comes too late to be the one that the plan counts on."""
-        now = self.swarm.coordinator.machine.round
+        now = self.swarm.coordinator.machine.scope.round
         if now.number != number:
             return True
         return now.plan is not None and self.peer in [one.peer for one in now.plan.members]

@@ -71,7 +71,7 @@ def _some_have(scene: "Scene", attack: Attack, step: Step) -> bool:
 
 def is_due_now(scene: "Scene", attack: Attack, step: str, events: Sequence[ev.JournalEvent]) -> bool:
     """The same, at the coordinator: just before events are journaled ("decided") or told ("journaled")."""
-    now = scene.run.coordinator.machine.round
+    now = scene.run.coordinator.machine.scope.round
     ended = any(isinstance(one, ev.VerdictGiven) and one.verdict.round == ATTACKED for one in events)
     match attack.moment:
         case "after the report":

@@ -130,7 +130,7 @@ class Scene:
 
     @property
     def machine(self) -> PipelineRun:
-        machine = self.service.machine
+        machine = self.service.run
         assert isinstance(machine, PipelineRun)
         return machine
 

@@ -85,7 +85,7 @@ class Scene:
     @property
     def is_planned(self) -> bool:
         """Whether the attacked round has been planned by now."""
-        now = self.run.coordinator.machine.round
+        now = self.run.coordinator.machine.scope.round
         if now.number == ATTACKED and now.plan is not None:
             self._plan = now.plan
         return self._plan is not None
@@ -205,10 +205,10 @@ class Scene:
     async def settle(self) -> None:
         """Until the attacked round has its verdict, all has healed and everybody is in step again; then some rounds
         more with all of them, and everything is checked."""
-        await until(lambda: self.run.coordinator.machine.round.number > ATTACKED and not self.pending, 0.05)
+        await until(lambda: self.run.coordinator.machine.scope.round.number > ATTACKED and not self.pending, 0.05)
         self.run.network.faults.clear()
         await until(self._is_in_step, 0.05)
-        last = self.run.coordinator.machine.round.number + FURTHER_ROUNDS
+        last = self.run.coordinator.machine.scope.round.number + FURTHER_ROUNDS
         for life in self.lives:
             life.until = last
         await until(lambda: all(life.living is not None and life.living.done() for life in self.lives), 0.05)
@@ -222,10 +222,10 @@ class Scene:
     def _is_in_step(self) -> bool:
         """All hold the same, and what piled up meanwhile is averaged: a round of that alone would leave others out."""
         machine = self.run.coordinator.machine
-        in_step = len(machine.synced()) == len(self.lives) == len(machine.membership.trainers())
-        in_step = in_step and not any(machine.is_left_out(peer) for peer in machine.membership.trainers())
-        in_step = in_step and not any(machine.is_left_out(life.peer) for life in self.lives)
-        return in_step and machine.tokens_in_round() < machine.run.round.tokens
+        in_step = len(machine.scope.synced()) == len(self.lives) == len(machine.scope.membership.trainers())
+        in_step = in_step and not any(machine.scope.is_left_out(peer) for peer in machine.scope.membership.trainers())
+        in_step = in_step and not any(machine.scope.is_left_out(life.peer) for life in self.lives)
+        return in_step and machine.scope.tokens_in_round() < machine.scope.run.round.tokens
 
 
 @asynccontextmanager

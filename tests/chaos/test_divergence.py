@@ -25,7 +25,7 @@ class Doubter(Keeper):
     words: list[DivergenceWord]
 
     async def close_round(self) -> None:
-        if self.doubts == self.version and not self.swarm.coordinator.machine.rounds_undone:
+        if self.doubts == self.version and not self.swarm.coordinator.machine.scope.rounds_undone:
             self.diverged = KeptState(anchor_version=self.version, digest=self.digest)
             self.doubts = None
             await self.start_afresh()
@@ -65,8 +65,8 @@ async def play(doubters: int, saved: int) -> tuple[list[Doubter], list[ev.Verdic
             life.start(tasks)
         machine = run.coordinator.machine
         await until(lambda: sum(len(life.words) for life in lives) >= min(doubters, 2), 0.05)
-        await until(lambda: len(machine.synced()) == MEMBERS, 0.05)
-        last = machine.round.number + FURTHER_ROUNDS
+        await until(lambda: len(machine.scope.synced()) == MEMBERS, 0.05)
+        last = machine.scope.round.number + FURTHER_ROUNDS
         for life in lives:
             life.until = last
         await until(lambda: all(life.living is not None and life.living.done() for life in lives), 0.05)

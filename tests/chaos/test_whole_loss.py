@@ -103,7 +103,7 @@ class Loss:
         run.network.faults.append(self._on_step)
 
     def _on_events(self, step: str, events: list[ev.JournalEvent]) -> None:
-        now = self.run.coordinator.machine.round
+        now = self.run.coordinator.machine.scope.round
         names = {type(one).__name__ for one in events}
         ended = any(isinstance(one, ev.VerdictGiven) and one.verdict.round == KILLED_ROUND for one in events)
         if self.kind == "VerdictGiven":
@@ -116,7 +116,7 @@ class Loss:
             self.strike()
 
     def _nearly_all(self) -> bool:
-        now = self.run.coordinator.machine.round
+        now = self.run.coordinator.machine.scope.round
         said = {"ready": now.ready, "report": now.reports}.get(self.kind, {})
         return len(said) == MEMBERS - 1
 
@@ -167,8 +167,8 @@ async def play(moment: tuple[str, str], saves: Callable[[int], bool], missing: i
             await life.join(tasks)
             life.start(tasks)
         machine = run.coordinator.machine
-        await until(lambda: len(machine.synced()) == len(again), 0.05)
-        last = machine.round.number + FURTHER_ROUNDS
+        await until(lambda: len(machine.scope.synced()) == len(again), 0.05)
+        last = machine.scope.round.number + FURTHER_ROUNDS
         for life in again:
             life.until = last
         await until(lambda: all(life.living is not None and life.living.done() for life in again), 0.05)
@@ -190,13 +190,13 @@ def _check(run: Swarm, lives: list[Keeper]) -> None:
         kept = kept[: one.verdict.anchor_version - one.verdict.committed]
         kept += [one.verdict.round] if one.verdict.committed else []
     machine, rounds = run.coordinator.machine, lives[0].ledger.rounds
-    assert machine.anchor_version == len(kept)
+    assert machine.scope.anchor_version == len(kept)
     anchor = torch.zeros(run.elements)
     for number in kept:
         if number in rounds:
             anchor = anchor - rounds[number].mean
     for life in lives:
-        assert (life.version, life.digest) == (machine.anchor_version, lives[0].digest)
+        assert (life.version, life.digest) == (machine.scope.anchor_version, lives[0].digest)
         assert torch.equal(life.anchor, anchor)
         assert number in rounds, "everybody's last round is one that it applied"
 

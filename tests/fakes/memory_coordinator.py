@@ -95,7 +95,7 @@ class MemoryCoordinator:
 
     def _start(self) -> None:
         self.machine = PlainRun(self.run, self.identity.sign, now_s(), self._epoch)
-        self.machine.replay(list(self.events), now_s())
+        self.machine.log.replay(self.machine.scope, list(self.events), now_s())
 
     def restart(self) -> None:
         """Restart as after ``kill -9``: what was not journaled is forgotten."""
@@ -126,7 +126,7 @@ class MemoryCoordinator:
         return [event for event in self.events if isinstance(event, VerdictGiven)][first : first + limit]
 
     async def _flush(self) -> None:
-        events = self.machine.take_events()
+        events = self.machine.log.take()
         self.watch("decided", events)
         if self.away:
             return
@@ -134,16 +134,16 @@ class MemoryCoordinator:
         self.watch("journaled", events)
         if self.away or self.stopped:
             return
-        if self.machine.announcements != self._announced:
-            self._announced = self.machine.announcements
+        if self.machine.log.announcements != self._announced:
+            self._announced = self.machine.log.announcements
             if self.pushes:
-                for peer, member in list(self.machine.membership.members.items()):
+                for peer, member in list(self.machine.scope.membership.members.items()):
                     channel = self.members.get(member.entry.certificate.curve_key)
                     if member.alive and channel is not None:
                         await channel.push(self._view(peer, channel.own_keys.public), self.scope)
 
     def _view(self, peer: str, key: bytes) -> CoordinatorToPeerView:
-        view = self.machine.view(peer, now_s(), self._rosters.get(key, -1), self._verdicts.get(key))
+        view = self.machine.scope.view(peer, now_s(), self._rosters.get(key, -1), self._verdicts.get(key))
         self._rosters[key] = view.roster_version
         return CoordinatorToPeerView(view=view)
 
@@ -158,30 +158,30 @@ class MemoryCoordinator:
             return CoordinatorToPeerRun(run_toml=self.run_toml, run_hash=self.run.hash, coordinator=certificate)
         if isinstance(message, PeerToCoordinatorJoinRun):
             return await self._join(channel, message)
-        peer = machine.require_member(key)
+        peer = machine.scope.admission.require_member(key)
         match message:
             case PeerToCoordinatorHeartbeat():
-                machine.heartbeat(peer, message, now)
+                machine.scope.heartbeat(peer, message, now)
             case PeerToCoordinatorRoundReady():
-                machine.ready(peer, message, now)
+                machine.scope.ready(peer, message, now)
                 machine.tick(now)
             case PeerToCoordinatorRoundReport():
-                machine.report(peer, message, now)
+                machine.scope.report(peer, message, now)
                 machine.tick(now)
             case PeerToCoordinatorDescribeModel():
-                machine.describe_model(peer, message)
+                machine.scope.describe_model(peer, message)
                 answer = CoordinatorToPeerModelAccepted()
             case PeerToCoordinatorRequestLease():
-                answer = CoordinatorToPeerLease(ranges=to_wire(machine.request_lease(peer, message, now)))
+                answer = CoordinatorToPeerLease(ranges=to_wire(machine.scope.leasing.request(peer, message, now)))
             case PeerToCoordinatorGetVerdicts():
                 answer = read_page(self, message.first)
             case PeerToCoordinatorShowVerdict():
                 check_ours(message.verdict, self.run.hash, self.identity.public_key)
-                if not machine.take_over(message.verdict, now):
+                if not machine.scope.take_over(message.verdict, now):
                     self.away = self.is_outdated = True
                 answer = Acknowledged()
             case PeerToCoordinatorLeave():
-                machine.leave(peer, message.reason, now, message.trouble)
+                machine.scope.admission.leave(peer, message.reason, now, message.trouble)
                 machine.tick(now)
                 answer = Acknowledged()
         await self._flush()
@@ -201,7 +201,7 @@ class MemoryCoordinator:
             addresses=(Address(**(message.addresses[0].model_dump() | {"host": "127.0.0.1"})),),
             reachable=True,
         )
-        self.machine.join(entry, message.device, now_s())
+        self.machine.scope.admission.join(entry, message.device, now_s())
         self._verdicts.pop(channel.own_keys.public, None)
         self._rosters.pop(channel.own_keys.public, None)
         self.members[channel.own_keys.public] = channel

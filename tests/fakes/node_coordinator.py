@@ -41,7 +41,7 @@ async def serve(coordinator: MemoryCoordinator) -> AsyncIterator[Invite]:
         asyncio.TaskGroup() as tasks,
     ):
         scopes = coordinator.scopes.values()
-        node.control.guard.is_member = lambda key: any(one.machine.membership.holder(key) for one in scopes)
+        node.control.guard.is_member = lambda key: any(one.machine.scope.membership.holder(key) for one in scopes)
         for scope, one in coordinator.scopes.items():
 
             async def answer(channel: Channel, message: Message, one: MemoryCoordinator = one) -> Message:

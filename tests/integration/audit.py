@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shoal.swarm.coordinator.event_log import EventLog
 from shoal.swarm.coordinator.events import JournalEvent, ModelDescribed, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.lease_ledger import LeaseLedger
 from shoal.swarm.coordinator.round_scope import RoundScope
@@ -19,7 +20,7 @@ class Audit:
     committed once, or leased once, or free. ``take`` the events in the journal's order, each once."""
 
     def __init__(self, run: RunFile) -> None:
-        self._state = RoundScope(run, lambda data: data, 0.0, 0)
+        self._state = RoundScope(run, lambda data: data, EventLog(0.0, 0))
         self.verdicts: list[VerdictGiven] = []
         self.tokens = 0
         self._chain = genesis(run.hash)
@@ -31,7 +32,7 @@ class Audit:
 
     def take(self, events: Iterable[JournalEvent]) -> None:
         for event in events:
-            self._state.replay([event], 0.0)
+            self._state.apply(event)
             match event:
                 case ModelDescribed():
                     self._tokens_per_sample = event.model.tokens_per_sample

@@ -103,7 +103,7 @@ def test_another_history_of_the_same_coordinator_replaces_ours(tmp_path: Path) -
 
     async def main(rounds: int, others: int) -> None:
         async with swarm(2, run_toml(8), ELEMENTS, latency_s=0.01 * rounds) as run, asyncio.TaskGroup() as tasks:
-            run.coordinator.machine.unix_offset_s = rounds
+            run.coordinator.machine.log.unix_offset_s = rounds
             await play(run, 1)
             keeping = Keeping(run[0], path, tasks)
             await play(run, rounds - 1)
@@ -224,7 +224,7 @@ def test_missed_rounds_are_not_read_from_another_history(tmp_path: Path) -> None
 
     async def main(rounds: int) -> None:
         async with swarm(2, run_toml(8), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
-            run.coordinator.machine.unix_offset_s = rounds
+            run.coordinator.machine.log.unix_offset_s = rounds
             await play(run, rounds)
             keeping = Keeping(run[0], path, tasks)
             if rounds == 3:

@@ -11,7 +11,8 @@ from shoal.peer.terminal.reporter import (
     plain_line,
 )
 from shoal.swarm.coordinator import events as ev
-from shoal.swarm.coordinator.pipeline_state import PipelineState
+from shoal.swarm.coordinator.event_log import EventLog
+from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.run_file import parse_run_file
@@ -44,7 +45,7 @@ CAPABILITY = Capability(memory_bytes=2**30, holds_all=False, layer_s=(0.1,), ban
 
 
 def pipeline_snapshot() -> ev.PipelineSnapshot:
-    taken = PipelineState(parse_run_file(TOML), lambda data: data, 0.0, 0).snapshot()
+    taken = PipelineRun(parse_run_file(TOML), lambda data: data, 0.0, 0).snapshot()
     assert taken is not None
     return taken
 
@@ -62,7 +63,7 @@ EVENTS: dict[str, ev.JournalEvent] = {
     "MemberLost": ev.MemberLost(peer=PEERS[0], reason="silent"),
     "LeaseGranted": ev.LeaseGranted(peer=PEERS[0], round=3, tokens_done=0, ranges=(SampleRange(start=0, stop=8),)),
     "CoordinatorStarted": ev.CoordinatorStarted(epoch=5),
-    "RunSnapshot": RoundScope(parse_run_file(TOML), lambda data: data, 0.0, 0).as_snapshot(),
+    "RunSnapshot": RoundScope(parse_run_file(TOML), lambda data: data, EventLog(0.0, 0)).as_snapshot(),
     "RoundClosing": ev.RoundClosing(round=3),
     "RoundReopened": ev.RoundReopened(round=3),
     "RoundPlanned": ev.RoundPlanned(plan=PLAN, ranges=((), ()), loss=2.3456),

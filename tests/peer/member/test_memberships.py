@@ -57,7 +57,7 @@ def opened(invite: Invite, number: int) -> Any:
 
 def trainers(coordinator: MemoryCoordinator) -> dict[int, int]:
     """How many there are, by scope."""
-    return {scope: len(one.machine.membership.trainers()) for scope, one in coordinator.scopes.items()}
+    return {scope: len(one.machine.scope.membership.trainers()) for scope, one in coordinator.scopes.items()}
 
 
 def run(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
@@ -317,4 +317,4 @@ def test_replicas_of_several_stages_in_one_process_are_averaged_as_runs_of_their
                 assert {CHECKPOINTS, RECORDS, HISTORY_FILE} <= kept
                 assert list((holding.folder / CHECKPOINTS).iterdir())
             assert first.folder.name == "stage-00000"
-            assert coordinator.scopes[2].machine.anchor_version == ROUNDS + 1
+            assert coordinator.scopes[2].machine.scope.anchor_version == ROUNDS + 1

@@ -76,7 +76,7 @@ def test_rounds_commit_the_same_for_all(members: int, codec: str) -> None:
                     if codec in MEAN_ATOL:
                         torch.testing.assert_close(first.mean.double(), expected, atol=MEAN_ATOL[codec], rtol=0)
             assert len(set(chains)) == 2
-            assert run.coordinator.machine.tokens_committed == 2 * sum(weights)
+            assert run.coordinator.machine.scope.tokens_committed == 2 * sum(weights)
 
     run_virtual(main())
 
@@ -129,7 +129,7 @@ def test_a_member_that_dies_before_it_is_ready_is_not_waited_for_long() -> None:
             close(-run[0].anchor, (contribution(0) + contribution(2)).double() / 2)
             assert now_s() < 4 * PATIENCE_S
             # Its samples are free again.
-            assert count(run.coordinator.machine.leases.pool) == 10
+            assert count(run.coordinator.machine.scope.leases.pool) == 10
 
     run_virtual(main())
 
@@ -179,7 +179,7 @@ def test_a_stalled_contributor_is_left_out_and_makes_up_for_it() -> None:
             run.network.faults.remove(fault)
             await together(*play_all(run, 10))
             assert in_step(*run.members)
-            assert run.coordinator.machine.tokens_committed == 60
+            assert run.coordinator.machine.scope.tokens_committed == 60
             anchor = -run[0].anchor.double()
             # Its own part had its work in the first mean already, the others' have it in the second.
             own, others = slice(2 * 4096, 3 * 4096), slice(0, 2 * 4096)
@@ -214,7 +214,7 @@ def test_of_the_two_faces_of_an_owner_the_one_that_most_saw_counts() -> None:
                 run.network.faults.append(fault)
             outcomes = await together(*play_all(run, 0))
             assert all(isinstance(one, Committed) for one in outcomes)
-            members = run.coordinator.machine.membership.members
+            members = run.coordinator.machine.scope.membership.members
             assert [member.peer for member in run.members if not members[member.peer].can_own] == [run[1].peer]
             close(-run[0].anchor, weighted([contribution(index) for index in range(5)], [1] * 5))
             assert in_step(*run.members)
@@ -247,7 +247,7 @@ def test_who_lacks_committed_bytes_fetches_them_from_another() -> None:
             reported: list[bool] = []
 
             async def die_when_reported() -> None:
-                await until(lambda: len(run.coordinator.machine.round.reports) == 3)
+                await until(lambda: len(run.coordinator.machine.scope.round.reports) == 3)
                 reported.append(True)
                 dying(run, victim, doomed)
 
@@ -423,7 +423,7 @@ def test_given_up_samples_are_stale() -> None:
             lost = run[1]
             await lost.work(10)
             offer = lost.offer(contribution(1))
-            run.coordinator.machine.leave(lost.peer, "test", now_s())
+            run.coordinator.machine.scope.admission.leave(lost.peer, "test", now_s())
             await lost.beat()
             assert lost.rejoined
             playing = asyncio.ensure_future(run[0].play(contribution(0), 20))
@@ -445,8 +445,8 @@ def test_who_is_given_up_in_the_exchange_keeps_nothing_of_it() -> None:
             run.network.faults.append(stalled("contribution", lost.peer, 1))
 
             async def give_up() -> None:
-                await until(lambda: run.coordinator.machine.round.plan is not None)
-                run.coordinator.machine.leave(lost.peer, "test", now_s())
+                await until(lambda: run.coordinator.machine.scope.round.plan is not None)
+                run.coordinator.machine.scope.admission.leave(lost.peer, "test", now_s())
                 await lost.beat()
 
             async with asyncio.TaskGroup() as tasks:
@@ -456,7 +456,7 @@ def test_who_is_given_up_in_the_exchange_keeps_nothing_of_it() -> None:
             assert all(isinstance(one, Committed) for one in outcomes)
             assert in_step(*run.members)
             assert not bool(lost.averager.round_feedback.error_feedback.residual.any())
-            assert count(run.coordinator.machine.leases.pool) == 10
+            assert count(run.coordinator.machine.scope.leases.pool) == 10
 
     run_virtual(main())
 
@@ -472,12 +472,12 @@ def test_a_new_process_under_an_old_name_takes_no_part_in_its_round() -> None:
 
             async def be_reborn() -> Any:
                 old = asyncio.ensure_future(reborn.play(contribution(2), 10))
-                await until(lambda: run.coordinator.machine.round.plan is not None)
+                await until(lambda: run.coordinator.machine.scope.round.plan is not None)
                 old.cancel()
                 await asyncio.wait([old])
                 run.network.faults.clear()
                 reborn.endpoint.blobs.clear()
-                run.coordinator.machine.leave(reborn.peer, "died", now_s())
+                run.coordinator.machine.scope.admission.leave(reborn.peer, "died", now_s())
                 await reborn.client.join()
                 reborn.done = []
                 await reborn.beat()
@@ -522,7 +522,7 @@ def test_a_reopened_round_goes_on() -> None:
             assert in_step(run[0], run[1])
             expected = weighted([contribution(0), contribution(1)], [20, 10])
             close(-run[0].anchor, expected)
-            assert run.coordinator.machine.tokens_committed == 30
+            assert run.coordinator.machine.scope.tokens_committed == 30
 
     run_virtual(main())
 
@@ -541,9 +541,9 @@ def test_a_coordinator_that_comes_back_ends_the_round_as_if_nothing_had_been(mom
             async def fail() -> None:
                 machine = coordinator.machine
                 moments = {
-                    "closing": lambda: machine.round.phase == "closing",
-                    "averaging": lambda: machine.round.plan is not None,
-                    "reports": lambda: machine.round.reports,
+                    "closing": lambda: machine.scope.round.phase == "closing",
+                    "averaging": lambda: machine.scope.round.plan is not None,
+                    "reports": lambda: machine.scope.round.reports,
                 }
                 await until(moments[moment])
                 coordinator.away = True
@@ -603,14 +603,14 @@ def test_a_report_is_made_once() -> None:
     async def main() -> None:
         async with swarm(3, run_toml(30), ELEMENTS) as run:
             reports: list[float] = []
-            original = run.coordinator.machine.report
+            original = run.coordinator.machine.scope.report
 
             def report(peer: str, message: PeerToCoordinatorRoundReport, at_s: float) -> None:
                 if peer == run[0].peer:
                     reports.append(at_s)
                 original(peer, message, at_s)
 
-            run.coordinator.machine.report = report  # type: ignore[method-assign]
+            run.coordinator.machine.scope.report = report  # type: ignore[method-assign]
             run.network.faults.append(stalled("result", run[1].peer, 2, to=run[2].peer))
             outcomes = await together(*play_all(run, 0))
             assert all(isinstance(one, Committed) for one in outcomes[:2])
@@ -625,7 +625,7 @@ def test_a_new_coordinator_gets_the_reports_that_the_old_one_had() -> None:
             run.network.faults.append(stalled("result", run[1].peer, 2, to=run[2].peer))
 
             async def restart() -> None:
-                await until(lambda: len(run.coordinator.machine.round.reports) == 2)
+                await until(lambda: len(run.coordinator.machine.scope.round.reports) == 2)
                 await asyncio.sleep(0.5)
                 run.coordinator.restart()
                 run.network.faults.clear()
@@ -732,11 +732,11 @@ def test_when_the_run_goes_back_the_work_and_the_residual_are_dropped() -> None:
             await together(*play_all(run, 0))
             assert all(bool(one.averager.round_feedback.carried.residual.any()) for one in run.members)
             machine = run.coordinator.machine
-            digest = machine.history.rounds[0].digest
+            digest = machine.scope.history.rounds[0].digest
             back = WentBack(from_version=1, digest=digest, vouched_round=0, keepers=())
-            machine.now_s = now_s()
-            machine.give_verdict(machine.verdict_of(Judgement(reason="back to version 0"), back))
-            assert machine.anchor_version == 0
+            machine.log.now_s = now_s()
+            machine.scope.give_verdict(machine.scope.verdict_of(Judgement(reason="back to version 0"), back))
+            assert machine.scope.anchor_version == 0
             outcomes = await together(*[one.average(contribution(5)) for one in run.members])
             assert outcomes == [Resync("back to version 0")] * 2
             assert not any(bool(one.averager.round_feedback.carried.residual.any()) for one in run.members)

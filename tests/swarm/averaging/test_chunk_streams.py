@@ -152,8 +152,8 @@ def test_reports_say_what_links_deliver() -> None:
         async with swarm(3, run_toml(12), ELEMENTS, network) as run:
             network.uplinks_bps |= {run[0].peer: 5e7, run[1].peer: 2e7}
             machine, seen = run.coordinator.machine, []
-            report = machine.report
-            machine.report = lambda peer, one, at_s: (seen.append((peer, one)), report(peer, one, at_s))[1]  # type: ignore[method-assign]
+            report = machine.scope.report
+            machine.scope.report = lambda peer, one, at_s: (seen.append((peer, one)), report(peer, one, at_s))[1]  # type: ignore[method-assign]
             await play(run, 1)
             peers = [run[index].peer for index in range(3)]
             rates = {(peer, peers[each.member]): each.bps for peer, one in seen for each in one.deliveries}

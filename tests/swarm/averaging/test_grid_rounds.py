@@ -95,7 +95,7 @@ def test_a_row_reducer_that_does_not_deliver_is_row_reducer_no_more() -> None:
             run.network.faults += faults
             outcomes = await together(*play_all(run, 0, [10] * MEMBERS))
             assert all(isinstance(one, Committed) for one in outcomes)
-            assert not run.coordinator.machine.membership.members[silent.peer].can_own
+            assert not run.coordinator.machine.scope.membership.members[silent.peer].can_own
             run.network.faults.clear()
             outcomes = await together(*play_all(run, 10, [10] * MEMBERS))
             assert isinstance(outcomes[0], Committed)

@@ -30,7 +30,7 @@ def before_the_plan(run: Swarm) -> list[Step]:
     seen: list[Step] = []
 
     async def look(step: Step, payload: bytes) -> bytes:
-        if step.blob.kind == "contribution" and run.coordinator.machine.round.plan is None:
+        if step.blob.kind == "contribution" and run.coordinator.machine.scope.round.plan is None:
             seen.append(step)
         return payload
 
@@ -110,7 +110,7 @@ def test_what_was_given_ahead_counts_though_its_member_hears_of_the_verdict_only
 async def until_ahead(run: Swarm, seen: list[Step], *members: SimMember) -> None:
     """Each of these has sent something to somebody, and there is no plan."""
     await until(lambda: {member.peer for member in members} <= {step.holder for step in seen}, 0.001)
-    assert run.coordinator.machine.round.plan is None
+    assert run.coordinator.machine.scope.round.plan is None
 
 
 def test_contributions_reach_members_that_are_not_ready_themselves() -> None:
@@ -123,7 +123,7 @@ def test_contributions_reach_members_that_are_not_ready_themselves() -> None:
             await until(lambda: all(member.client.closes_at_s for member in run.members), 0.01)
             await asyncio.sleep(0.2)
             for member in run.members:
-                assert run.coordinator.machine.round.ready == {}
+                assert run.coordinator.machine.scope.round.ready == {}
                 (blob,) = [one for one in member.endpoint.blobs if one.kind == "contribution"]
                 assert member.endpoint.blobs[blob].chunks == 4
             seen, first = before_the_plan(run), run[0]
@@ -152,7 +152,7 @@ def test_a_member_that_leaves_before_the_plan() -> None:
             gone.die()
             outcomes = await together(*[run[index].average(contribution(SMALL, index)) for index in (1, 2)])
             mean_of(outcomes, [contribution(SMALL, 1), contribution(SMALL, 2)])
-            assert run.coordinator.machine.round.number == 1
+            assert run.coordinator.machine.scope.round.number == 1
 
     run_virtual(main())
 
@@ -179,7 +179,7 @@ def test_nothing_of_a_contribution_that_went_with_its_process_gets_into_the_mean
             leased = await first.client.ask(ask, CoordinatorToPeerLease)
             first.done = [(one.start, one.stop) for one in leased.ranges]
             assert count(first.done) == 10
-            assert run.coordinator.machine.round.phase == "closing"
+            assert run.coordinator.machine.scope.round.phase == "closing"
             outcomes = await asyncio.gather(first.average(contribution(SMALL, 0)), *others)
             mean_of(outcomes, [contribution(SMALL, index) for index in range(3)])
 
@@ -213,7 +213,7 @@ def test_one_that_falls_silent_before_the_plan_is_waited_for_no_longer() -> None
             await run.own_nothing(silent)
             run.network.faults.append(stalled("contribution", silent.peer, 1))
             plays = [asyncio.create_task(run[index].play(contribution(SMALL, index), 10)) for index in range(3)]
-            await until(lambda: run.coordinator.machine.round.plan is not None, 0.01)
+            await until(lambda: run.coordinator.machine.scope.round.plan is not None, 0.01)
             planned_s = asyncio.get_running_loop().time()
             outcomes = await asyncio.gather(*plays)
             took_s = asyncio.get_running_loop().time() - planned_s

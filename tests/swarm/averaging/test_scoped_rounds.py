@@ -125,15 +125,15 @@ def test_who_leaves_one_scope_stays_in_the_others() -> None:
             assert gone.task is not None
             gone.task.cancel()
             assert set(endpoint.blobs) == kept
-            members = [len(run.coordinator.machine.membership.trainers()) for run in runs]
+            members = [len(run.coordinator.machine.scope.membership.trainers()) for run in runs]
             assert members == [MEMBERS, MEMBERS - 1, MEMBERS]
             assert endpoint.roster == {member.peer for member in runs[0].members}
             # Two of the three go on with stage 1, all with stage 2.
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(shorthanded(runs[1]))
                 tasks.create_task(rounds(2, runs[2], range(1, ROUNDS)))
-            assert runs[2].coordinator.machine.anchor_version == ROUNDS
-            assert runs[1].coordinator.machine.anchor_version == 2
+            assert runs[2].coordinator.machine.scope.anchor_version == ROUNDS
+            assert runs[1].coordinator.machine.scope.anchor_version == 2
 
     async def shorthanded(run: Swarm) -> None:
         plays = [member.play(torch.ones(ELEMENTS[1]), SAMPLES * MEMBERS // 2) for member in run.members]

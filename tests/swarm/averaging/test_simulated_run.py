@@ -85,7 +85,7 @@ def simulate(codec: str, seed: int) -> tuple[Tensor, list[int]]:
                     assert isinstance(member, TorchMember)
                     tasks.create_task(member.until_version(ROUNDS))
             assert all(torch.equal(member.anchor, run[0].anchor) for member in run.members)
-            members = run.coordinator.machine.membership.members
+            members = run.coordinator.machine.scope.membership.members
             return run[0].anchor, [members[member.peer].tokens_committed for member in run.members]
 
     return run_virtual(main())

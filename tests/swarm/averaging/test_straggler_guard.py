@@ -279,10 +279,10 @@ ELEMENTS = MEMBERS * 12 * 65536
 async def play(run: Swarm) -> list[PeerToCoordinatorRoundReport]:
     """A round that all commit and hold alike. Returns the reports."""
     machine, reports = run.coordinator.machine, []
-    report = machine.report
-    machine.report = lambda peer, one, at_s: (reports.append(one), report(peer, one, at_s))[1]  # type: ignore[method-assign]
+    report = machine.scope.report
+    machine.scope.report = lambda peer, one, at_s: (reports.append(one), report(peer, one, at_s))[1]  # type: ignore[method-assign]
     outcomes = await together(*(member.play(torch.ones(ELEMENTS), 4) for member in run.members))
-    machine.report = report  # type: ignore[method-assign]
+    machine.scope.report = report  # type: ignore[method-assign]
     assert all(isinstance(outcome, Committed) for outcome in outcomes)
     assert all(torch.equal(member.anchor, run[0].anchor) for member in run.members)
     return reports

@@ -49,7 +49,7 @@ def test_a_verdict_is_told_until_it_is_known_and_kept_from_then_on() -> None:
             for number in range(2):
                 await a_round(run)
                 heard.views.clear()
-                verdict = run.coordinator.machine.verdict
+                verdict = run.coordinator.machine.scope.verdict
                 assert verdict is not None
                 await asyncio.sleep(3 * run[0].client.deadlines.heartbeat_s)
                 assert heard.views[-1].verdict is None
@@ -72,7 +72,7 @@ def test_a_verdict_that_got_lost_is_told_again() -> None:
             assert deaf.view.verdict == before
             deaf.channel.silent = False
             await asyncio.gather(*plays)
-            assert deaf.view.verdict == run.coordinator.machine.verdict != before
+            assert deaf.view.verdict == run.coordinator.machine.scope.verdict != before
 
     run_virtual(main())
 
@@ -130,9 +130,9 @@ def test_changes_that_got_lost_come_with_the_next_heartbeat() -> None:
             heard = _Heard(deaf.channel)
             await goes.client.join()
             await asyncio.sleep(3 * deaf.client.deadlines.heartbeat_s)
-            assert deaf.client._roster_version == run.coordinator.machine.membership.roster_version
+            assert deaf.client._roster_version == run.coordinator.machine.scope.membership.roster_version
             assert [view.roster for view in heard.views] == [None] * len(heard.views)
-            entries = {one.peer: one for one in run.coordinator.machine.membership.roster()}
+            entries = {one.peer: one for one in run.coordinator.machine.scope.membership.roster()}
             assert deaf.client._roster == entries
 
     run_virtual(main())

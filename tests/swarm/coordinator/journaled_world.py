@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
+from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.protocol.run_file import RunFile
@@ -39,10 +40,14 @@ class JournaledWorld(Generic[MachineT]):
         """The same, compacted at every verdict."""
         self.events: list[ev.JournalEvent] = []
         self.machine = self.made()
-        self.machine.begin()
+        self.machine.log.start(self.run_scope(self.machine))
 
     def made(self) -> MachineT:
         raise NotImplementedError
+
+    @staticmethod
+    def run_scope(machine: PlainRun | PipelineRun) -> RoundScope | PipelineRun:
+        return machine.scope if isinstance(machine, PlainRun) else machine
 
     def journaled(self, machine: MachineT) -> dict[str, Any]:
         """All that a journal has to bring back."""
@@ -56,14 +61,14 @@ class JournaledWorld(Generic[MachineT]):
 
     def written(self) -> Sequence[ev.JournalEvent]:
         """The events since the last time, written."""
-        events = self.machine.take_events()
+        events = self.machine.log.take()
         packed = [ev.pack_event(event) for event in events]
         assert [ev.unpack_event(one) for one in packed] == events
         if packed:
             self.journal.append(packed)
             self.short.append(packed)
             self.events += events
-        if ev.verdicts_in(events) and (snapshot := self.machine.snapshot()) is not None:
+        if ev.verdicts_in(events) and (snapshot := self.run_scope(self.machine).snapshot()) is not None:
             self.short = [[ev.pack_event(snapshot)]]
             assert ev.unpack_event(self.short[0][0]) == snapshot
         return events
@@ -92,13 +97,14 @@ class JournaledWorld(Generic[MachineT]):
     def revive(self, *, compact: bool = True) -> None:
         self.epoch += 10**6
         self.machine = self.replayed(self.short if compact else self.journal)
-        assert self.machine.take_events() == []
-        self.machine.begin()
+        assert self.machine.log.take() == []
+        self.machine.log.start(self.run_scope(self.machine))
         self.settle()
 
     def replayed(self, journal: Sequence[Sequence[bytes]]) -> MachineT:
         machine = self.made()
-        machine.replay([ev.unpack_event(one) for transaction in journal for one in transaction], self.now_s)
+        events = [ev.unpack_event(one) for transaction in journal for one in transaction]
+        machine.log.replay(self.run_scope(machine), events, self.now_s)
         return machine
 
     def refused(self, event: Any, *arguments: Any, **keywords: Any) -> bool:

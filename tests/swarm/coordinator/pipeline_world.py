@@ -23,7 +23,7 @@ from tests.swarm.coordinator.world import journaled as journaled_stage
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
-from shoal.swarm.coordinator.stage_scope import StageScope
+from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing
@@ -173,15 +173,17 @@ def journaled(machine: PipelineRun) -> dict[str, Any]:
         "members": {peer: (one.entry, one.device, one.alive) for peer, one in members.items()},
         "plan": (machine.layers, machine.capabilities, machine.boundaries, machine.spans, machine.former),
         "moves": (machine.moved_s, machine.rests),
-        "versions": (machine.version, machine.anchor_version, machine.model),
-        "micro_batches": machine.micro_batches,
-        "stages": [journaled_stage(stage) for stage in machine.stages],
+        "versions": (machine.version, machine.anchor_version),
+        "micro_batches": [stage.micro_batches for stage in machine.stages],
+        "stages": [journaled_stage(stage) for stage in machine.scopes],
     }
 
 
 NOT_FROM_EVENTS = {
     "_sign",
-    "_barrier",
+    "barrier",
+    "scopes",
+    "stages",
     "_drove_s",
     "_is_plan_due",
     "_may_rebalance",
@@ -193,16 +195,14 @@ NOT_FROM_EVENTS = {
     "_next_stall_check_s",
     "_views",
     "shortage",
-    "keep",
 }
 
 
 def attributes(machine: Any) -> dict[str, Any]:
     """As of a run that is one scope, of all scopes."""
     found = attributes_of(machine, NOT_FROM_EVENTS | NOT_FROM_STAGE_EVENTS)
-    return found | {
-        "stages": [attributes_of(stage, NOT_FROM_EVENTS | NOT_FROM_STAGE_EVENTS) for stage in machine.stages]
-    }
+    scopes = [attributes_of(scope, NOT_FROM_EVENTS | NOT_FROM_STAGE_EVENTS) for scope in machine.scopes]
+    return found | {"scopes": scopes, "micro_batches": [stage.micro_batches for stage in machine.stages]}
 
 
 class PipelineWorld(JournaledWorld[PipelineRun]):
@@ -244,7 +244,7 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
 
     def join(self, peer: Peer) -> None:
         peer.forget()
-        self.machine.join(entry(peer.number, peer.key), CPU, self.now_s)
+        self.machine.admission.join(entry(peer.number, peer.key), CPU, self.now_s)
         able = Capability(
             memory_bytes=peer.memory_bytes, holds_all=False, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01
         )
@@ -253,15 +253,15 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
         self.settle()
 
     def admitted(self, peer: Peer, scope: int = 0) -> bool:
-        where = self.machine.stage(scope) if scope else self.machine
+        where = self.machine.scopes[scope - 1] if scope else self.machine
         try:
-            return where.require_member(entry(peer.number, peer.key).certificate.curve_key) == peer.name
+            return where.admission.require_member(entry(peer.number, peer.key).certificate.curve_key) == peer.name
         except NotAdmitted:
             return False
 
     def leave(self, peer: Peer) -> None:
         if self.admitted(peer):
-            self.machine.leave(peer.name, "done", self.now_s)
+            self.machine.admission.leave(peer.name, "done", self.now_s)
             self.machine.tick(self.now_s)
         peer.running = False
         peer.forget()
@@ -281,7 +281,7 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
         ]
 
     def view(self, peer: Peer, stage: int) -> RunView:
-        return self.machine.stages[stage].view(peer.name, self.now_s)
+        return self.machine.scopes[stage].view(peer.name, self.now_s)
 
     def beat(self, peer: Peer) -> None:
         """In all its scopes."""
@@ -300,7 +300,7 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
                     tokens_per_s=40.0,
                     step_s=0.5,
                 )
-                self.machine.stages[stage].heartbeat(peer.name, said, self.now_s)
+                self.machine.scopes[stage].heartbeat(peer.name, said, self.now_s)
                 self.settle()
 
     def _has_work(self, peer: Peer) -> bool:
@@ -315,7 +315,7 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
         replica.version = replica.digest = None
         replica.kept = ()
         to_be_had = states.get(view.anchor_version)
-        holders = self.machine.stages[stage].membership.synced(view.anchor_version, view.state_digest)
+        holders = self.machine.scopes[stage].membership.synced(view.anchor_version, view.state_digest)
         has_donor = view.state_digest is not None and any(self.by_name(name).running for name in holders)
         if view.state_digest is not None and (view.state_digest == to_be_had or has_donor):
             replica.version, replica.digest = view.anchor_version, view.state_digest
@@ -328,12 +328,12 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
 
     def enter(self, peer: Peer, stage: int) -> None:
         """Come to a stage, for the first time or again."""
-        machine = self.machine.stages[stage]
+        machine = self.machine.scopes[stage]
         if self.admitted(peer, stage + 1):
-            machine.leave(peer.name, "starts afresh", self.now_s)
+            machine.admission.leave(peer.name, "starts afresh", self.now_s)
         peer.replicas[stage] = Replica()
-        self.machine.join_stage(stage + 1, entry(peer.number, peer.key), CPU, self.now_s)
-        self.machine.describe_stage(stage + 1, peer.name, model(stage))
+        self.machine.join_stage(stage, entry(peer.number, peer.key), CPU, self.now_s)
+        self.machine.describe_stage(stage, peer.name, model(stage))
         self.settle()
         self.sync(peer, stage)
 
@@ -414,13 +414,13 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
         }
         try:
             message = PeerToCoordinatorRoundReady.model_validate(said | claims)
-            self.machine.stages[stage].ready(peer.name, message, self.now_s)
+            self.machine.scopes[stage].ready(peer.name, message, self.now_s)
             self.machine.tick(self.now_s)
         finally:
             self.settle()
 
     def report(self, peer: Peer, stage: int, **faults: tuple[int, ...]) -> None:
-        machine = self.machine.stages[stage]
+        machine = self.machine.scopes[stage]
         if machine.round.plan is not None and peer.name in machine.membership.members:
             planned = machine.round.plan
             faults["dropped"] = tuple(i for i in faults.get("dropped", ()) if i < len(planned.members))
@@ -578,29 +578,30 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
         machine = self.machine
         assert machine.anchor_version == len(self.history)
         assert machine.spans.keys() <= {peer for peer, one in machine.membership.members.items() if one.alive}
-        rounds = {(one.round.number, one.anchor_version, one.tokens_committed) for one in machine.stages}
+        rounds = {(one.round.number, one.anchor_version, one.tokens_committed) for one in machine.scopes}
         assert rounds in (set(), {(len(self.verdicts), len(self.history), len(self.history) * self.run.round.tokens)})
-        phases = {stage.round.phase for stage in machine.stages}
+        phases = {stage.round.phase for stage in machine.scopes}
         assert len(phases) <= 1 or phases == {"waiting", "training"}, "closed and planned together"
-        for stage in machine.stages:
-            self._check_stage(stage)
+        for number, stage in enumerate(machine.scopes):
+            self._check_stage(number, stage)
         batch = machine.batch()
         if batch is not None:
-            for ranges in [machine.micro_batches.driven, *machine.micro_batches.in_flight.values()]:
+            ledger = machine.stages[0].micro_batches
+            for ranges in [ledger.driven, *ledger.in_flight.values()]:
                 assert subtract(merge(ranges), batch.ranges) == []
         status = machine.status(self.now_s)
-        assert len(status.stages) == len(machine.stages)
+        assert len(status.stages) == len(machine.scopes)
         assert machine.view(peer_name(0), self.now_s).tokens_in_round == status.tokens_in_round
 
-    def _check_stage(self, stage: StageScope) -> None:
-        leases, members, number = stage.leases, stage.membership.members, len(self.history)
+    def _check_stage(self, number: int, stage: RoundScope) -> None:
+        leases, members, batches = stage.leases, stage.membership.members, len(self.history)
         held = [one for ranges in leases.held.values() for one in ranges]
-        committed = [(0, number * BATCH)] if number else []
+        committed = [(0, batches * BATCH)] if batches else []
         everything = sorted([*committed, *leases.pool, *held])
         assert count(everything) == count(merge(everything)) == leases.fresh, "a sample is in two places, or nowhere"
-        assert all(number * BATCH <= start < stop <= (number + 1) * BATCH for start, stop in held)
+        assert all(batches * BATCH <= start < stop <= (batches + 1) * BATCH for start, stop in held)
         for peer in leases.held:
             assert members[peer].alive or peer in stage.round.orphans
         for peer, member in members.items():
-            assert not member.alive or self.machine.holds(peer, stage.stage)
+            assert not member.alive or self.machine.holds(peer, number)
             assert not member.alive or self.machine.membership.members[peer].alive

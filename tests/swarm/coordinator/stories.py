@@ -26,7 +26,7 @@ def story(rounds: int = 4, members: int = 2) -> list[tuple[Sequence[JournalEvent
         events, written = world.events[written:], len(world.events)
         if events:
             ended = any(isinstance(event, VerdictGiven) for event in events)
-            told.append((events, world.machine.snapshot() if ended else None))
+            told.append((events, world.scope.snapshot() if ended else None))
     return told
 
 
@@ -38,7 +38,7 @@ def events_in(transactions: int, rounds: int = 4) -> list[JournalEvent]:
 def state(events: Sequence[JournalEvent]) -> dict[str, Any]:
     """All that they make of the run."""
     machine = PlainRun(RUN, SIGNER.sign, 0.0, 0)
-    machine.replay(list(events), 0.0)
+    machine.log.replay(machine.scope, list(events), 0.0)
     return attributes(machine)
 
 

@@ -21,7 +21,7 @@ from shoal.swarm.coordinator.access import (
     REJOINS_PER_MINUTE,
     Access,
     Buckets,
-    gives_way,
+    choose_evicted,
 )
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
 from shoal.swarm.errors import NotAdmitted, RunEnded, Superseded, TryLater
@@ -169,14 +169,14 @@ def test_64_machines_of_a_lab_that_start_at_once_are_in_within_two_minutes() -> 
     assert last_s < 120
 
 
-def test_the_most_crowded_network_gives_way_until_all_have_as_many() -> None:
+def test_the_most_crowded_network_choose_evicted_until_all_have_as_many() -> None:
     here = [("a", NEAR, 1), ("b", NEAR, 0), ("c", NEAR, 0), ("d", FAR, 0)]
-    assert gives_way("other", here) == "c", "the last to come of those who have done least"
-    assert gives_way(FAR, here) == "c", "two of each, then"
-    assert gives_way(FAR, here[1:]) is None, "it would be the most crowded one itself"
-    assert gives_way(NEAR, here) is None
-    assert gives_way("other", here[2:]) is None
-    assert gives_way("other", []) is None
+    assert choose_evicted("other", here) == "c", "the last to come of those who have done least"
+    assert choose_evicted(FAR, here) == "c", "two of each, then"
+    assert choose_evicted(FAR, here[1:]) is None, "it would be the most crowded one itself"
+    assert choose_evicted(NEAR, here) is None
+    assert choose_evicted("other", here[2:]) is None
+    assert choose_evicted("other", []) is None
 
 
 # In the machine -----------------------------------------------------------------------------------------------
@@ -186,12 +186,12 @@ def certificate(number: int, process: int = 0) -> Certificate:
     return identity(number).certify(curve_keys(number + 50 * process))
 
 
-class ScopeHandlers:
+class Admissions:
     """A machine whose members come by ``come``, as the service has them come."""
 
     def __init__(self, **access: int) -> None:
         self.world = World(run_file().model_copy(update={"access": limits(**access)}))
-        self.machine = self.world.machine
+        self.machine, self.scope = self.world.machine, self.world.scope
 
     def come(
         self, number: int, network: str = NEAR, process: int = 0, role: Role = "trainer", signed: bool = True
@@ -199,13 +199,13 @@ class ScopeHandlers:
         shown = certificate(number, process)
         if not signed:
             shown = shown.model_copy(update={"signature": bytes(64)})
-        with self.machine.joining(shown, role, network, self.world.now_s) as peer:
+        with self.scope.admission.joining(shown, role, network, self.world.now_s) as peer:
             known = entry(0, role=role).model_copy(update={"peer": peer, "certificate": shown})
-            self.machine.join(known, CPU, self.world.now_s, network)
+            self.scope.admission.join(known, CPU, self.world.now_s, network)
         return peer
 
     def wins_record(self, peer: str) -> None:
-        self.machine.membership.members[peer].rounds_committed = RECORD_ROUNDS
+        self.scope.membership.members[peer].rounds_committed = RECORD_ROUNDS
 
     def flood(self, first: int, count: int, network: str = NEAR) -> int:
         """How many of so many strangers got in."""
@@ -220,10 +220,10 @@ class ScopeHandlers:
 
 
 def test_a_flood_of_strangers_keeps_out_neither_members_nor_records_nor_other_networks() -> None:
-    door = ScopeHandlers()
+    door = Admissions()
     member, recorded = door.come(1), door.come(2)
     door.wins_record(recorded)
-    door.machine.leave(recorded, "done", door.world.now_s)
+    door.machine.scope.admission.leave(recorded, "done", door.world.now_s)
     assert door.flood(10, 200) == 60 - 2
     assert door.come(1, process=1) == member
     assert door.come(2, process=1) == recorded
@@ -233,7 +233,7 @@ def test_a_flood_of_strangers_keeps_out_neither_members_nor_records_nor_other_ne
 
 
 def test_who_claims_to_be_a_member_and_is_not_uses_up_nothing_of_it() -> None:
-    door = ScopeHandlers()
+    door = Admissions()
     member = door.come(1)
     for _ in range(2 * REJOINS_PER_MINUTE):
         with pytest.raises(NotAdmitted, match="signature"):
@@ -242,7 +242,7 @@ def test_who_claims_to_be_a_member_and_is_not_uses_up_nothing_of_it() -> None:
 
 
 def test_a_member_that_joins_all_the_time_is_slowed_down_by_itself() -> None:
-    door = ScopeHandlers()
+    door = Admissions()
     for _ in range(1 + REJOINS_PER_MINUTE):
         door.come(1)
     with pytest.raises(TryLater, match="this identity has joined"):
@@ -251,7 +251,7 @@ def test_a_member_that_joins_all_the_time_is_slowed_down_by_itself() -> None:
 
 
 def test_a_certificate_that_proves_nothing_costs_a_stranger_its_try() -> None:
-    door = ScopeHandlers(joins_per_minute_per_network=5)
+    door = Admissions(joins_per_minute_per_network=5)
     for _ in range(5):
         with pytest.raises(NotAdmitted, match="signature"):
             door.come(1, signed=False)
@@ -260,33 +260,33 @@ def test_a_certificate_that_proves_nothing_costs_a_stranger_its_try() -> None:
 
 
 def test_processes_that_were_replaced_and_runs_that_are_over_are_said_first() -> None:
-    door = ScopeHandlers(joins_per_minute_per_network=2)
+    door = Admissions(joins_per_minute_per_network=2)
     door.come(1)
     door.come(1, process=1)
     with pytest.raises(Superseded):
         door.come(1)
     door.come(2)
-    door.machine.round.phase = "ended"
+    door.machine.scope.round.phase = "ended"
     with pytest.raises(RunEnded):
         door.come(3)
     door.come(4, role="observer")
 
 
 def test_places_without_a_record_are_shared_among_networks() -> None:
-    door = ScopeHandlers(members_without_record=6)
+    door = Admissions(members_without_record=6)
     assert door.flood(10, 50) == 6
     with pytest.raises(TryLater, match="full: it takes no more than 6 members without a record"):
         door.come(99)
     assert [door.flood(100 + 10 * number, 9, f"10.1.{number}.0/24") for number in range(3)] == [3, 2, 1]
-    alive = [one.network for one in door.machine.membership.members.values() if one.alive]
+    alive = [one.network for one in door.machine.scope.membership.members.values() if one.alive]
     assert len(alive) == 6
     assert max(Counter(alive).values()) == 2
-    left = [one.left for one in door.machine.membership.members.values() if not one.alive]
+    left = [one.left for one in door.machine.scope.membership.members.values() if not one.alive]
     assert set(left) == {"made room for another network"}
 
 
 def test_who_has_a_record_takes_no_newcomers_place_and_makes_room_for_two_of_them() -> None:
-    door = ScopeHandlers(members_per_network=3)
+    door = Admissions(members_per_network=3)
     peers = [door.come(number) for number in range(1, 4)]
     with pytest.raises(TryLater, match=r"has 3 members without a record .* from the network 10\.0\.0\.0/24"):
         door.come(4)
@@ -299,7 +299,7 @@ def test_who_has_a_record_takes_no_newcomers_place_and_makes_room_for_two_of_the
 
 
 def test_guests_have_places_of_their_own() -> None:
-    door = ScopeHandlers()
+    door = Admissions()
     for number in range(OBSERVERS_PER_NETWORK):
         door.come(number + 10, role="observer")
     with pytest.raises(TryLater, match="guests from the network"):
@@ -308,14 +308,14 @@ def test_guests_have_places_of_their_own() -> None:
 
 
 def test_a_snapshot_keeps_the_networks_of_members() -> None:
-    door = ScopeHandlers()
+    door = Admissions()
     peer = door.come(1, FAR)
-    door.machine.take_events()
-    kept = door.machine.snapshot()
+    door.machine.log.take()
+    kept = door.machine.scope.snapshot()
     assert kept is not None
     other = World(run_file()).machine
-    other.replay([kept], 0.0)
-    assert other.membership.members[peer].network == FAR
+    other.log.replay(other.scope, [kept], 0.0)
+    assert other.scope.membership.members[peer].network == FAR
 
 
 # Idle newcomers -----------------------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ def test_a_snapshot_keeps_the_networks_of_members() -> None:
 def wait(world: World, seconds: float, **says: object) -> None:
     """It heartbeats and says so all along; ``done``: of a download, in percent."""
     until_s = world.now_s + seconds
-    while world.now_s < until_s and world.machine.membership.members[entry(0).peer].alive:
-        world.machine.heartbeat(entry(0).peer, heartbeat(**says), world.now_s)
+    while world.now_s < until_s and world.scope.membership.members[entry(0).peer].alive:
+        world.scope.heartbeat(entry(0).peer, heartbeat(**says), world.now_s)
         world.tick(0.25)
 
 
@@ -334,18 +334,18 @@ IDLE_S = 4 * (20.0 + 4 * 3.0)
 
 def test_a_newcomer_that_gets_on_with_nothing_leaves_its_place() -> None:
     world = World(run_file())
-    world.machine.join(entry(0), CPU, world.now_s)
+    world.scope.admission.join(entry(0), CPU, world.now_s)
     wait(world, IDLE_S - 2, anchor_version=None, state_digest=None, activity="joining")
     assert lost(world) == []
     wait(world, 10, anchor_version=None, state_digest=None, activity="joining")
     assert lost(world) == [(entry(0).peer, "idle")]
-    world.machine.join(entry(0), CPU, world.now_s)
+    world.scope.admission.join(entry(0), CPU, world.now_s)
 
 
 @pytest.mark.parametrize("what", ["activity", "bytes_received", "chunks_moved", "tokens_done"])
 def test_a_slow_download_or_a_slow_step_is_not_idle(what: str) -> None:
     world = World(run_file())
-    world.machine.join(entry(0), CPU, world.now_s)
+    world.scope.admission.join(entry(0), CPU, world.now_s)
     for number in range(6):
         says = {"activity": f"syncing {number}%"} if what == "activity" else {what: number}
         wait(world, IDLE_S / 2, **({"anchor_version": None, "state_digest": None} | says))
@@ -354,26 +354,26 @@ def test_a_slow_download_or_a_slow_step_is_not_idle(what: str) -> None:
 
 def test_the_word_of_a_newcomer_is_believed_for_a_day() -> None:
     world = World(run_file())
-    world.machine.join(entry(0), CPU, world.now_s)
+    world.scope.admission.join(entry(0), CPU, world.now_s)
     for number in range(2000):
-        if not world.machine.membership.members[entry(0).peer].alive:
+        if not world.scope.membership.members[entry(0).peer].alive:
             break
         wait(world, 1.0, anchor_version=None, state_digest=None, bytes_received=number)
         world.now_s += 59.0
-        world.machine._ticked_s = world.now_s
-        world.machine.membership.members[entry(0).peer].heard_s = world.now_s
+        world.machine.log._ticked_s = world.now_s
+        world.scope.membership.members[entry(0).peer].heard_s = world.now_s
     assert lost(world) == [(entry(0).peer, "idle")]
     assert world.now_s > 86_400
 
 
 def test_neither_records_nor_guests_are_idle() -> None:
     world = World(run_file())
-    world.machine.join(entry(0), CPU, world.now_s)
-    world.machine.join(entry(1, role="observer"), CPU, world.now_s)
-    world.machine.membership.members[entry(0).peer].rounds_committed = RECORD_ROUNDS
+    world.scope.admission.join(entry(0), CPU, world.now_s)
+    world.scope.admission.join(entry(1, role="observer"), CPU, world.now_s)
+    world.scope.membership.members[entry(0).peer].rounds_committed = RECORD_ROUNDS
     for _ in range(int(12 * IDLE_S)):
         for number in (0, 1):
-            world.machine.heartbeat(entry(number).peer, heartbeat(anchor_version=None, state_digest=None), world.now_s)
+            world.scope.heartbeat(entry(number).peer, heartbeat(anchor_version=None, state_digest=None), world.now_s)
         world.tick(0.25)
     assert lost(world) == []
 
@@ -385,16 +385,16 @@ def test_committed_work_is_progress() -> None:
         for worker in world.workers[:2]:
             world.behave(worker)
         world.tick(0.25)
-    assert {one.worked_s > joined_s for one in world.machine.membership.members.values()} == {True}
+    assert {one.worked_s > joined_s for one in world.scope.membership.members.values()} == {True}
 
 
 def test_who_would_work_and_is_given_nothing_is_not_idle() -> None:
     world = World(run_file(), 2)
-    world.machine.lease_limit = lambda peer: 0  # type: ignore[method-assign]
+    world.scope.leasing.limit = lambda peer: 0  # type: ignore[method-assign]
     for _ in range(int(8 * IDLE_S)):
         for number in (0, 1):
-            world.machine.heartbeat(entry(number).peer, heartbeat(), world.now_s)
-        ask = PeerToCoordinatorRequestLease(round=world.machine.round.number, samples=4, tokens_done=0)
-        assert world.machine.request_lease(entry(0).peer, ask, world.now_s) == []
+            world.scope.heartbeat(entry(number).peer, heartbeat(), world.now_s)
+        ask = PeerToCoordinatorRequestLease(round=world.scope.round.number, samples=4, tokens_done=0)
+        assert world.scope.leasing.request(entry(0).peer, ask, world.now_s) == []
         world.tick(0.25)
     assert lost(world) == [(entry(1).peer, "idle")]

@@ -233,12 +233,12 @@ def test_in_a_grid_the_row_reducers_of_its_row_are_the_witnesses() -> None:
 def shares(world: World, claims: dict[int, float], links_bps: dict[int, float], took_s: float = 0.0) -> list[int]:
     """A round in which everybody claims and delivers so much, after so long; the elements that each member owned."""
     workers = world.workers[: len(claims)]
-    while world.machine.round.phase != "averaging":
+    while world.scope.round.phase != "averaging":
         for number, worker in enumerate(workers):
             world.behave(worker)
             world.beat(worker, bandwidth_bps=claims[number])
         world.tick(0.25)
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
     reports = everybody(plan, links_bps)
     for _ in range(round(took_s / 0.25)):
@@ -246,9 +246,9 @@ def shares(world: World, claims: dict[int, float], links_bps: dict[int, float], 
             world.beat(worker)
         world.tick(0.25)
     for worker in workers:
-        world.machine.report(worker.peer, reports[worker.peer], world.now_s)
+        world.scope.report(worker.peer, reports[worker.peer], world.now_s)
     world.tick(0.25)
-    assert world.machine.round.plan is None
+    assert world.scope.round.plan is None
     owned = [0] * len(workers)
     for part in plan.parts:
         owned[part.owner] += part.stop - part.start
@@ -274,22 +274,22 @@ def test_links_are_as_fast_as_rounds_show_whatever_their_witnesses_waited(monkey
     shares(world, claims, links, took_s=1.5)
     size = INT8.contribution(0, 20_000_000).packed_bytes(20_000_000)
     for worker in world.workers[:4]:
-        believed = world.machine.membership.members[worker.peer].bandwidth_bps
+        believed = world.scope.membership.members[worker.peer].bandwidth_bps
         assert believed == pytest.approx(8 * size * 1.5 / 1.5, rel=0.4), "a tick or two more than that"
         assert believed <= 8 * size * 1.5 / 1.5
 
 
 def test_deliveries_of_nobody_are_refused() -> None:
     world = World(run_file(), members=2)
-    while world.machine.round.phase != "averaging":
+    while world.scope.round.phase != "averaging":
         for worker in world.workers[:2]:
             world.behave(worker)
         world.tick(0.25)
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
     wrong = report(plan).model_copy(update={"deliveries": (Delivery(member=2, bps=1.0),)})
     with pytest.raises(WireError):
-        world.machine.report(world.workers[0].peer, wrong, world.now_s)
+        world.scope.report(world.workers[0].peer, wrong, world.now_s)
 
 
 def test_links_that_are_alike_count_as_equal_and_others_do_not() -> None:

@@ -37,7 +37,7 @@ class Chaos(RuleBasedStateMachine):
         self.world.join(self.world.workers[number])
         self.world.sync(self.world.workers[number])
 
-    @precondition(lambda self: len(self.world.machine.membership.trainers()) > 1)
+    @precondition(lambda self: len(self.world.scope.membership.trainers()) > 1)
     @rule(number=NUMBERS)
     def leave(self, number: int) -> None:
         self.world.leave(self._present(number))
@@ -63,7 +63,7 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(number=NUMBERS, key=st.integers(1000, 1003))
     def observe(self, number: int, key: int) -> None:
-        self.world.refused(self.world.machine.join, entry(number + 4, key, "observer"), CPU, self.world.now_s)
+        self.world.refused(self.world.scope.admission.join, entry(number + 4, key, "observer"), CPU, self.world.now_s)
 
     @rule(turns=st.integers(1, 12), seconds=st.floats(0, 1))
     def work(self, turns: int, seconds: float) -> None:
@@ -74,7 +74,7 @@ class Chaos(RuleBasedStateMachine):
     def work_until(self, phase: str, far: int) -> None:
         """So that what comes next happens there; ``far`` members into it."""
         for _ in range(60):
-            if self.world.machine.round.phase == phase:
+            if self.world.scope.round.phase == phase:
                 break
             self._all_behave(0.5)
         self._all_behave(0.0, far)
@@ -83,7 +83,7 @@ class Chaos(RuleBasedStateMachine):
     def die_in_the_exchange(self, back: bool, dropped: bool) -> None:
         self.work_until("averaging", 0)
         world = self.world
-        plan = world.machine.round.plan
+        plan = world.scope.round.plan
         if plan is None or len(plan.members) < 2:
             return
         victim = next(one for one in world.workers if one.peer == plan.members[-1].peer)
@@ -149,8 +149,8 @@ class Chaos(RuleBasedStateMachine):
         worker, world = self._present(number), self.world
         samples, ranges = count(worker.done), to_wire(worker.done)
         anywhere = (SampleRange(start=0, stop=7),)
-        mine = not subtract([(0, 7)], world.machine.leases.held.get(worker.peer, []))
-        counts = world.machine.round.phase == "closing" and worker.round == world.machine.round.number
+        mine = not subtract([(0, 7)], world.scope.leases.held.get(worker.peer, []))
+        counts = world.scope.round.phase == "closing" and worker.round == world.scope.round.number
         match kind:
             case "good":
                 if not world.refused(world.ready, worker):
@@ -190,7 +190,7 @@ class Chaos(RuleBasedStateMachine):
     def restart_coordinator(self, compact: bool) -> None:
         self.world.restart(compact=compact)
 
-    @precondition(lambda self: self.world.machine.round.phase != "waiting")
+    @precondition(lambda self: self.world.scope.round.phase != "waiting")
     @rule(seconds=st.sampled_from([0.1, 1.0]))
     def crash_unwritten(self, seconds: float) -> None:
         self.world.crash_unwritten(seconds)
@@ -205,10 +205,10 @@ def goes_on(world: World, rounds: int = 2) -> None:
     good = world.workers[4]
     good.running = False
     goal = len([one for one in world.verdicts if one.verdict.committed]) + rounds
-    wait_s = world.machine.deadlines.return_s + world.machine.history.cost_s(0)
+    wait_s = world.scope.deadlines.return_s + world.scope.history.cost_s(0)
     deadline_s = world.now_s + wait_s + 60 + rounds * (world.run.round.max_s + 30)
     while sum(one.verdict.committed for one in world.verdicts) < goal:
-        assert world.now_s < deadline_s, f"stuck in {world.machine.round.phase}"
+        assert world.now_s < deadline_s, f"stuck in {world.scope.round.phase}"
         for worker in world.workers[:4]:
             if worker.running and worker.hung and world.admitted(worker):
                 world.beat(worker, tokens_done=10**6, tokens_per_s=1e6)

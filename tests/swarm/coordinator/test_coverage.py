@@ -77,18 +77,18 @@ def test_an_epoch_that_a_verdict_taken_over_has_covered_is_told_of() -> None:
     given, told = events[end - 1 : end + 1]
     assert isinstance(given, ev.VerdictGiven)
     lacks = PlainRun(world.run, SIGNER.sign, 0.0, 0)
-    lacks.replay(events[: end - 1], 0.0)
-    assert lacks.take_over(given.verdict, 0.0)
-    assert lacks.take_events()[1:] == [told]
+    lacks.log.replay(lacks.scope, events[: end - 1], 0.0)
+    assert lacks.scope.take_over(given.verdict, 0.0)
+    assert lacks.log.take()[1:] == [told]
 
 
 def test_who_dies_in_its_round_has_its_samples_counted_as_done_again() -> None:
     world = World(run_file(), 3)
-    while world.machine.round.phase != "averaging":
+    while world.scope.round.phase != "averaging":
         for worker in world.workers[:3]:
             world.behave(worker)
         world.tick(0.25)
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
     lost = plan.members[2].weight_tokens // TOKENS_PER_SAMPLE
     world.leave(world.workers[2])
@@ -106,8 +106,8 @@ def test_a_covered_epoch_whose_rounds_are_undone_is_told_of_again() -> None:
         world.join(worker)
         world.sync(worker)
     world.tick(0.1)
-    assert world.machine.anchor_version == 0
-    assert world.machine.status(world.now_s).coverage[0].returned == MODEL.samples
+    assert world.scope.anchor_version == 0
+    assert world.scope.status(world.now_s).coverage[0].returned == MODEL.samples
     until_covered(world, 1)
     before = len(covered(world))
     while len(covered(world)) == before:
@@ -120,22 +120,22 @@ def test_a_covered_epoch_whose_rounds_are_undone_is_told_of_again() -> None:
 def test_nobody_knows_how_long_an_epoch_is_before_somebody_tells() -> None:
     world = World(run_file(), 1)
     machine = world.machine
-    assert machine.model == MODEL
-    world.machine.model = MODEL.model_copy(update={"samples": None})
-    assert machine.status(world.now_s).coverage == ()
-    machine.describe_model(world.workers[0].peer, MODEL)
-    assert machine.model == MODEL
-    assert len(machine.status(world.now_s).coverage) == 1
+    assert machine.scope.model == MODEL
+    world.scope.model = MODEL.model_copy(update={"samples": None})
+    assert machine.scope.status(world.now_s).coverage == ()
+    machine.scope.describe_model(world.workers[0].peer, MODEL)
+    assert machine.scope.model == MODEL
+    assert len(machine.scope.status(world.now_s).coverage) == 1
 
 
 def test_an_aborted_round_commits_nothing_and_the_dead_ones_samples_are_free() -> None:
     """The living keep theirs for the next round."""
     world = World(run_file(), 2)
-    while world.machine.round.phase != "averaging":
+    while world.scope.round.phase != "averaging":
         for worker in world.workers[:2]:
             world.behave(worker)
         world.tick(0.25)
-    ranges = dict(world.machine.round.ranges)
+    ranges = dict(world.scope.round.ranges)
     for worker in world.workers[:2]:
         worker.hung = True
     world.leave(world.workers[0])
@@ -143,7 +143,7 @@ def test_an_aborted_round_commits_nothing_and_the_dead_ones_samples_are_free() -
     verdict = world.verdicts[-1].verdict
     assert not verdict.committed
     dead, living = world.workers[0].peer, world.workers[1].peer
-    assert covers(world.machine.leases.pool, ranges[dead])
-    assert world.machine.leases.holds(living, ranges[living])
-    assert dead not in world.machine.leases.held
-    assert of(world.machine.leases, 64)[0][1] == 0
+    assert covers(world.scope.leases.pool, ranges[dead])
+    assert world.scope.leases.holds(living, ranges[living])
+    assert dead not in world.scope.leases.held
+    assert of(world.scope.leases, 64)[0][1] == 0

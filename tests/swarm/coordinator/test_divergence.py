@@ -12,9 +12,9 @@ from shoal.swarm.protocol.types import KeptState
 
 def committed(world: World, rounds: int, members: int) -> None:
     for _ in range(rounds):
-        before = world.machine.anchor_version
+        before = world.scope.anchor_version
         deadline_s = world.now_s + 60
-        while world.machine.anchor_version == before:
+        while world.scope.anchor_version == before:
             assert world.now_s < deadline_s
             for worker in world.workers[:members]:
                 world.behave(worker)
@@ -26,7 +26,7 @@ def committed(world: World, rounds: int, members: int) -> None:
 
 def say(world: World, worker: Worker, version: int | None = None) -> str:
     """It starts afresh and says that nothing comes of that version (the newest one for None); what it is told."""
-    at = world.machine.anchor_version if version is None else version
+    at = world.scope.anchor_version if version is None else version
     digest = world.archive.get(at, bytes(32))
     world.afresh(worker)
     worker.version = worker.digest = None
@@ -59,15 +59,15 @@ def test_the_run_goes_back_when_most_of_the_work_says_so() -> None:
     say(world, world.workers[1])
     went = back(world)
     assert went is not None
-    assert (went.from_version, world.machine.anchor_version, went.bad_version, went.suspects) == (3, 2, 3, ())
+    assert (went.from_version, world.scope.anchor_version, went.bad_version, went.suspects) == (3, 2, 3, ())
     assert "diverged at version 3" in world.verdicts[-1].verdict.reason
-    assert world.machine.setback == Setback(3, 1, 1)
+    assert world.scope.setback == Setback(3, 1, 1)
     assert world.view(world.workers[2]).must_resync
     world.restart()
-    assert world.machine.setback == Setback(3, 1, 1)
+    assert world.scope.setback == Setback(3, 1, 1)
     go_on(world)
     committed(world, 2, 3)
-    assert world.machine.anchor_version == 4
+    assert world.scope.anchor_version == 4
 
 
 @pytest.mark.parametrize("phase", ["closing", "averaging"])
@@ -77,7 +77,7 @@ def test_a_round_under_way_is_no_reason_to_wait(phase: str) -> None:
     until(world, phase, 3)
     for worker in world.workers[:2]:
         say(world, worker)
-    assert world.machine.anchor_version == 1
+    assert world.scope.anchor_version == 1
     assert back(world) is not None
     go_on(world)
     committed(world, 2, 3)
@@ -88,9 +88,9 @@ def test_a_minority_changes_nothing_and_is_told_that_it_is_at_fault() -> None:
     committed(world, 2, 3)
     faulty, others = world.workers[0], world.workers[1:3]
     assert say(world, faulty) == "", "it may turn out to be the same for others"
-    version = world.machine.anchor_version
+    version = world.scope.anchor_version
     deadline_s = world.now_s + 60
-    while world.machine.anchor_version == version:
+    while world.scope.anchor_version == version:
         assert world.now_s < deadline_s
         for worker in others:
             world.behave(worker)
@@ -125,7 +125,7 @@ def test_before_anybody_has_a_record_claims_of_much_work_weigh_nothing() -> None
     world.take(late, world.ask(late, 200))
     world.train(late, 200)
     committed(world, 1, 3)
-    tokens = {peer: one.tokens_committed for peer, one in world.machine.membership.members.items()}
+    tokens = {peer: one.tokens_committed for peer, one in world.scope.membership.members.items()}
     assert 2 * tokens[late.peer] > sum(tokens.values()), tokens
     for worker in world.workers[:2]:
         say(world, worker)
@@ -155,23 +155,23 @@ def test_who_may_have_spoilt_it_is_left_out_for_a_while_and_longer_each_time() -
     world.sync(late)
     committed(world, 1, 3)
     for times in range(2):
-        version = world.machine.anchor_version
+        version = world.scope.anchor_version
         for worker in world.workers[:2]:
             say(world, worker)
         went = back(world)
         assert went is not None
         assert went.suspects == (late.peer,)
         assert "name 2" in world.verdicts[-1].verdict.reason
-        assert world.machine.setback.fruitless == 0
-        assert world.machine.anchor_version < version
+        assert world.scope.setback.fruitless == 0
+        assert world.scope.anchor_version < version
         go_on(world)
         world.behave(late)
         world.behave(late)
-        assert late.version == world.machine.anchor_version, "it may still follow the run"
+        assert late.version == world.scope.anchor_version, "it may still follow the run"
         assert world.ask(late, 4) == []
         world.restart()
         assert world.ask(late, 4) == []
-        rounds = world.machine.status(world.now_s).members[2].suspended_rounds
+        rounds = world.scope.status(world.now_s).members[2].suspended_rounds
         assert rounds == 8 << times
         late.norm = 1e30  # by then it is no newcomer
         committed(world, rounds, 2)
@@ -189,16 +189,16 @@ def test_a_suspect_that_is_forgotten_meanwhile_is_none() -> None:
     world.join(late)
     world.sync(late)
     until(world, "averaging", 4)
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
     (index,) = [at for at, one in enumerate(plan.members) if one.peer == late.peer]
     world.leave(late)
     for worker in world.workers[:3]:
         world.report(worker, dropped=(index,))
     assert world.verdicts[-1].lost == (late.peer,)
-    assert world.machine.history.rounds[-1].suspects == (), "its work is in no version"
-    world.machine.history.rounds[-1] = world.machine.history.rounds[-1]._replace(suspects=(late.peer,))
-    del world.machine.membership.members[late.peer]
+    assert world.scope.history.rounds[-1].suspects == (), "its work is in no version"
+    world.scope.history.rounds[-1] = world.scope.history.rounds[-1]._replace(suspects=(late.peer,))
+    del world.scope.membership.members[late.peer]
     for worker in world.workers[:3]:
         world.conclude(worker)
     for worker in world.workers[:2]:
@@ -212,7 +212,7 @@ def test_a_suspect_that_is_forgotten_meanwhile_is_none() -> None:
 def test_what_newcomers_say_to_keep_counts_where_nobody_else_keeps_anything(is_all_lost: bool) -> None:
     world = World(run_file(), 2)
     committed(world, RECORD_ROUNDS + 1, 2)
-    newcomer, at = world.workers[2], world.machine.anchor_version
+    newcomer, at = world.workers[2], world.scope.anchor_version
     world.join(newcomer)
     newcomer.kept = (KeptState(anchor_version=at - 1, digest=world.archive[at - 1]),)
     world.beat(newcomer)
@@ -223,7 +223,7 @@ def test_what_newcomers_say_to_keep_counts_where_nobody_else_keeps_anything(is_a
         world.beat(worker)
     world.tick(0.25)
     assert back(world) is not None
-    assert world.machine.anchor_version == (at - 1 if is_all_lost else at - 4)
+    assert world.scope.anchor_version == (at - 1 if is_all_lost else at - 4)
 
 
 def test_nobody_is_left_out_where_all_were_alike() -> None:
@@ -249,9 +249,9 @@ def test_a_run_that_cannot_be_helped_is_given_up() -> None:
     for _ in range(3):
         for worker in world.workers[:2]:
             say(world, worker)
-        reached.append(world.machine.anchor_version)
+        reached.append(world.scope.anchor_version)
         go_on(world)
-        committed(world, 4 - world.machine.anchor_version, 2)
+        committed(world, 4 - world.scope.anchor_version, 2)
     assert reached == [3, 2, 0]
     assert [say(world, worker) for worker in world.workers[:2]] == ["", "hopeless"]
     world.beat(world.workers[0])
@@ -276,10 +276,10 @@ def test_with_overlap_it_takes_another_round_to_show_that_a_state_is_good() -> N
     committed(world, 2, 3)
     faulty, others = world.workers[0], world.workers[1:3]
     say(world, faulty)
-    at = world.machine.anchor_version
+    at = world.scope.anchor_version
     for more in (1, 2):
         deadline_s = world.now_s + 60
-        while world.machine.anchor_version < at + more:
+        while world.scope.anchor_version < at + more:
             assert world.now_s < deadline_s
             for worker in others:
                 world.behave(worker)
@@ -292,11 +292,11 @@ def test_with_overlap_it_takes_another_round_to_show_that_a_state_is_good() -> N
 def test_a_loss_that_rises_far_is_said_once_a_round() -> None:
     world = World(run_file(), 3)
     committed(world, 4, 3)
-    assert world.machine.status(world.now_s).warning == ""
+    assert world.scope.status(world.now_s).warning == ""
     world.loss = 31_138.0
     committed(world, 2, 3)
     rose = [event for event in world.events if isinstance(event, ev.LossRose)]
     assert [(one.loss, one.usual) for one in rose] == [(31_138.0, 2.5)], "while it rises"
     world.loss = 40_000.0
     committed(world, 1, 3)
-    assert "the loss has risen to 4e+04" in world.machine.status(world.now_s).warning
+    assert "the loss has risen to 4e+04" in world.scope.status(world.now_s).warning

@@ -10,12 +10,12 @@ from shoal.swarm.protocol.types import TensorSpec
 def closing(world: World, members: int = 4, bps: float = 0.0) -> RoundPlan | None:
     """They work until the closing is announced, with links of which they claim ``bps``; what is expected then."""
     workers = world.workers[:members]
-    while world.machine.round.phase != "closing":
+    while world.scope.round.phase != "closing":
         for worker in workers:
             world.behave(worker)
             if bps:
                 world.beat(worker, bandwidth_bps=bps)
-        if world.machine.round.phase != "closing":
+        if world.scope.round.phase != "closing":
             world.tick(0.1)
     expected = world.view(workers[0]).expected
     assert all(world.view(worker).expected == expected for worker in workers)
@@ -27,9 +27,9 @@ def all_ready(world: World, members: int = 4) -> RoundPlan:
     """The plan that follows when these are ready."""
     for worker in world.workers[:members]:
         world.behave(worker)
-    while world.machine.round.phase == "closing":
+    while world.scope.round.phase == "closing":
         world.tick(0.1)
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
     assert world.view(world.workers[0]).expected is None, "it stands in the plan"
     return plan
@@ -91,8 +91,8 @@ def test_a_round_that_is_reopened_expects_nothing_until_it_closes_again() -> Non
     for worker in world.workers[:2]:
         world.leave(worker)
     world.tick(0.1)
-    assert world.machine.round.phase != "closing"
-    assert world.machine.round.expected is None
+    assert world.scope.round.phase != "closing"
+    assert world.scope.round.expected is None
 
 
 def test_what_members_say_of_their_links_meanwhile_changes_nothing() -> None:
@@ -102,9 +102,9 @@ def test_what_members_say_of_their_links_meanwhile_changes_nothing() -> None:
     for worker in world.workers[:4]:
         world.beat(worker, bandwidth_bps=1e8 if worker.number else 1e5)
         world.ready(worker)
-    while world.machine.round.phase == "closing":
+    while world.scope.round.phase == "closing":
         world.tick(0.1)
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
     assert plan.parts == expected.parts
     assert world.view(world.workers[0]).as_expected

@@ -119,7 +119,7 @@ def test_the_weight_of_the_last_committed_contribution_is_kept() -> None:
     weights = {one.peer: one.weight_tokens for one in plan.members}
     world.restart()
     world.join(world.workers[0])
-    assert {peer: one.last_tokens for peer, one in world.machine.membership.members.items()} == weights
+    assert {peer: one.last_tokens for peer, one in world.scope.membership.members.items()} == weights
 
 
 def test_a_weighted_median_is_not_moved_by_who_weighs_little() -> None:
@@ -182,10 +182,10 @@ def test_the_plan_bounds_who_claims_too_much_and_nobody_else() -> None:
     liar = plan.members[3]
     assert total_norm(liar.norms) * liar.factor <= norm_bound(liar, plan.rho, 0.6) * 1.001
     until(world, "training", 4)
-    shown = {one.name: one.clipped for one in world.machine.status(world.now_s).members}
+    shown = {one.name: one.clipped for one in world.scope.status(world.now_s).members}
     assert shown == {"name 0": 0, "name 1": 0, "name 2": 0, "name 3": 1}
     world.restart()
-    assert world.machine.membership.members[world.workers[3].peer].clipped_rounds == 1
+    assert world.scope.membership.members[world.workers[3].peer].clipped_rounds == 1
 
 
 def test_a_run_may_do_without_bounds_and_still_knows_who_would_have_been_above() -> None:
@@ -196,14 +196,14 @@ def test_a_run_may_do_without_bounds_and_still_knows_who_would_have_been_above()
     assert plan.rho > 0
     assert [one.factor for one in plan.members] == [1.0] * 4
     until(world, "training", 4)
-    assert world.machine.history.rounds[0].suspects == (world.workers[3].peer,)
+    assert world.scope.history.rounds[0].suspects == (world.workers[3].peer,)
 
 
 def test_newcomers_set_nothing_where_others_have_a_record() -> None:
     world = playing(run_file(), (1.0, 1.0))
     plays(world, RECORD_ROUNDS, 2)
     until(world, "training")
-    before = world.machine.history.rounds[-1].rho
+    before = world.scope.history.rounds[-1].rho
     for worker in world.workers[2:6]:
         worker.norm = 1e6
         world.join(worker)
@@ -214,7 +214,7 @@ def test_newcomers_set_nothing_where_others_have_a_record() -> None:
     assert len(plan.members) == 2 + len(newcomers)
     assert plan.rho <= 10 * before, "theirs is a millionfold; a round of less work moves it somewhat"
     assert {one.peer for one in plan.members if one.factor < 1} == newcomers
-    assert set(suspects_of(plan, world.machine.membership.members, 0.6)) == newcomers
+    assert set(suspects_of(plan, world.scope.membership.members, 0.6)) == newcomers
 
 
 def test_what_a_round_left_out_raises_the_next_bound() -> None:
@@ -222,7 +222,7 @@ def test_what_a_round_left_out_raises_the_next_bound() -> None:
     plan = averaging(world, 3)
     for worker in world.workers[:3]:
         world.report(worker, dropped=(2,))
-    members = world.machine.membership.members
+    members = world.scope.membership.members
     carried = [members[worker.peer].carried_tokens for worker in world.workers[:3]]
     assert carried == [0, 0, plan.members[2].weight_tokens]
     for worker in world.workers[:3]:
@@ -231,15 +231,15 @@ def test_what_a_round_left_out_raises_the_next_bound() -> None:
     plan = averaging(world, 3)
     assert [one.carried_tokens > 0 for one in plan.members] == [False, False, True]
     until(world, "training", 3)
-    assert members is not world.machine.membership.members
-    assert [one.carried_tokens for one in world.machine.membership.members.values()] == [0, 0, 0]
+    assert members is not world.scope.membership.members
+    assert [one.carried_tokens for one in world.scope.membership.members.values()] == [0, 0, 0]
 
 
 def test_what_is_usual_survives_a_restart_and_a_compaction() -> None:
     world = playing(run_file(), (1.0, 2.0, 3.0))
     plays(world, 3, 3)
     until(world, "training", 3)
-    before = [(one.level, one.rho, one.loss, one.suspects) for one in world.machine.history.rounds]
+    before = [(one.level, one.rho, one.loss, one.suspects) for one in world.scope.history.rounds]
     assert all(level > 0 and rho > 0 and loss == 2.5 for level, rho, loss, _ in before)
     world.restart()
-    assert [(one.level, one.rho, one.loss, one.suspects) for one in world.machine.history.rounds] == before
+    assert [(one.level, one.rho, one.loss, one.suspects) for one in world.scope.history.rounds] == before

@@ -92,17 +92,17 @@ def test_a_tally_is_exact_in_small_swarms_and_recent_in_large_ones() -> None:
 
 def test_a_verdict_that_a_member_knows_is_not_told_again() -> None:
     world = World(run_file(), members=2)
-    while world.machine.verdict is None:
+    while world.scope.verdict is None:
         for worker in world.workers[:2]:
             world.behave(worker)
         world.tick(0.25)
-    machine, peer, newest = world.machine, world.workers[0].peer, world.machine.verdict.chain
+    machine, peer, newest = world.machine, world.workers[0].peer, world.scope.verdict.chain
 
     def told(chain: bytes | None) -> RunView:
-        return machine.view(peer, world.now_s, machine.membership.roster_version, chain)
+        return machine.scope.view(peer, world.now_s, machine.scope.membership.roster_version, chain)
 
     for chain in (None, b"o" * 32):
-        assert told(chain).verdict is machine.verdict
+        assert told(chain).verdict is machine.scope.verdict
     known = told(newest)
     assert (known.verdict, known.verdict_chain) == (None, newest)
     assert told(None).model_copy(update={"verdict": None}) == known
@@ -113,7 +113,7 @@ def test_what_a_known_verdict_of_a_thousand_members_saves() -> None:
     members = tuple(PlanMember(peer=peer, weight_tokens=10**6) for peer in peers)
     parts = tuple(Part(owner=at, stand_ins=(1, 2, 3), start=at * 4096, stop=at * 4096 + 4096) for at in range(1000))
     world = World(run_file(), members=1)
-    view = world.machine.view(world.workers[0].peer, world.now_s, world.machine.membership.roster_version)
+    view = world.scope.view(world.workers[0].peer, world.now_s, world.scope.membership.roster_version)
     plan = RoundPlan(
         round=0, anchor_version=0, state_digest=bytes(32), chunk_elements=4096, members=members, parts=parts
     )

@@ -16,7 +16,7 @@ from tests.swarm.coordinator.world import (
 )
 
 from shoal.swarm.coordinator import events as ev
-from shoal.swarm.coordinator.admission import first_difference
+from shoal.swarm.coordinator.model_check import first_difference
 from shoal.swarm.errors import (
     CorpusError,
     ModelMismatch,
@@ -36,8 +36,8 @@ from shoal.swarm.protocol.types import MAX_MEMBERS, MAX_TROUBLE, SampleRange, Te
 def until(world: World, phase: str, members: int = 2, within_s: float = 60.0) -> None:
     """Everybody behaves until the machine is in that phase."""
     deadline_s = world.now_s + within_s
-    while world.machine.round.phase != phase:
-        assert world.now_s < deadline_s, f"still {world.machine.round.phase}"
+    while world.scope.round.phase != phase:
+        assert world.now_s < deadline_s, f"still {world.scope.round.phase}"
         for worker in world.workers[:members]:
             world.behave(worker)
         world.tick(0.25)
@@ -45,8 +45,8 @@ def until(world: World, phase: str, members: int = 2, within_s: float = 60.0) ->
 
 def averaging(world: World, members: int = 2) -> RoundPlan:
     until(world, "averaging", members)
-    assert world.machine.round.plan is not None
-    return world.machine.round.plan
+    assert world.scope.round.plan is not None
+    return world.scope.round.plan
 
 
 def lost(world: World) -> list[tuple[str, str]]:
@@ -67,22 +67,22 @@ def work(world: World, number: int, samples: int) -> None:
 
 def test_a_round_from_the_beginning() -> None:
     world = World(run_file(), 2)
-    assert world.machine.round.phase == "training"
+    assert world.scope.round.phase == "training"
     plan = averaging(world)
     until(world, "training")
     verdict = world.verdicts[-1].verdict
     assert verdict.committed
     assert verdict.plan == plan
     assert verdict.loss == 2.5
-    assert world.machine.anchor_version == 1
-    assert world.machine.tokens_committed == verdict.tokens > 0
+    assert world.scope.anchor_version == 1
+    assert world.scope.tokens_committed == verdict.tokens > 0
 
 
 def test_the_same_process_joins_twice() -> None:
     world = World(run_file(), 1)
     work(world, 0, 4)
-    world.machine.join(entry(0, world.workers[0].key), CPU, world.now_s)
-    assert world.machine.leases.held == {peer_name(0): [(0, 4)]}
+    world.scope.admission.join(entry(0, world.workers[0].key), CPU, world.now_s)
+    assert world.scope.leases.held == {peer_name(0): [(0, 4)]}
     assert lost(world) == []
 
 
@@ -92,48 +92,48 @@ def test_a_new_process_takes_the_place_and_the_work_is_free_again() -> None:
     old = entry(0, world.workers[0].key).certificate.curve_key
     world.join(world.workers[0])
     assert lost(world) == [(peer_name(0), "joined again")]
-    assert world.machine.leases.pool == [(0, 4)]
+    assert world.scope.leases.pool == [(0, 4)]
     with pytest.raises(Superseded, match="another process"):
-        world.machine.require_member(old)
+        world.scope.admission.require_member(old)
 
 
 def test_observers_are_seen_by_members_but_by_nobody_else() -> None:
     world = World(run_file(), 1)
-    before = len(world.journal), world.machine.membership.roster_version
-    world.machine.join(entry(7, 5, "observer"), CPU, world.now_s)
+    before = len(world.journal), world.scope.membership.roster_version
+    world.scope.admission.join(entry(7, 5, "observer"), CPU, world.now_s)
     world.settle()
     view = world.view(world.workers[7])
     assert view.members == 1
     assert [one.role for one in view.roster or ()] == ["trainer", "observer"]
     assert view.roster_version > before[1]
-    assert len(world.machine.status(world.now_s).members) == 1
+    assert len(world.scope.status(world.now_s).members) == 1
     with pytest.raises(NotAdmitted):
-        world.machine.describe_model(peer_name(7), MODEL)
+        world.scope.describe_model(peer_name(7), MODEL)
     ask = PeerToCoordinatorRequestLease(round=0, samples=4, tokens_done=0)
     world.beat(world.workers[7], anchor_version=0, state_digest=INITIAL)
-    assert world.machine.request_lease(peer_name(7), ask, world.now_s) == []
+    assert world.scope.leasing.request(peer_name(7), ask, world.now_s) == []
     for _ in range(20):
         world.beat(world.workers[0])
         world.tick(0.25)
-    assert peer_name(7) not in world.machine.membership.members
+    assert peer_name(7) not in world.scope.membership.members
     assert not any("MemberJoined" in str(one) for one in world.journal[before[0] :])
 
 
 def test_an_observer_alone_opens_no_round_and_is_waited_for_by_nobody() -> None:
     world = World(run_file())
-    world.machine.join(entry(7, 5, "observer"), CPU, world.now_s)
+    world.scope.admission.join(entry(7, 5, "observer"), CPU, world.now_s)
     world.beat(world.workers[7], anchor_version=0, state_digest=INITIAL)
-    assert world.machine.round.phase == "waiting"
-    assert world.machine.agreed_digest is None
+    assert world.scope.round.phase == "waiting"
+    assert world.scope.agreed_digest is None
 
 
 def test_a_trainers_identity_does_not_observe() -> None:
     world = World(run_file(), 1)
-    with pytest.raises(NotAdmitted, match="another one"):
-        world.machine.join(entry(0, 99, "observer"), CPU, world.now_s)
+    with pytest.raises(NotAdmitted, match="another identity"):
+        world.scope.admission.join(entry(0, 99, "observer"), CPU, world.now_s)
     world.leave(world.workers[0])
-    with pytest.raises(NotAdmitted, match="another one"):
-        world.machine.join(entry(0, 99, "observer"), CPU, world.now_s)
+    with pytest.raises(NotAdmitted, match="another identity"):
+        world.scope.admission.join(entry(0, 99, "observer"), CPU, world.now_s)
 
 
 def test_a_full_run() -> None:
@@ -146,13 +146,13 @@ def test_a_full_run() -> None:
             + "abcdefghijklmnopqrstuvwxyz234567"[number % 32]
         )
         other = entry(9, 100 + number).model_copy(update={"peer": name})
-        world.machine.join(other, CPU, world.now_s)
+        world.scope.admission.join(other, CPU, world.now_s)
     with pytest.raises(TryLater, match="full"):
-        world.machine.join(entry(1, 1), CPU, world.now_s)
-    world.machine.join(entry(2, 1, "observer"), CPU, world.now_s)
+        world.scope.admission.join(entry(1, 1), CPU, world.now_s)
+    world.scope.admission.join(entry(2, 1, "observer"), CPU, world.now_s)
     assert len(world.view(world.workers[0]).roster or ()) == MAX_MEMBERS + 1
     world.leave(world.workers[0])
-    world.machine.join(entry(1, 1), CPU, world.now_s)
+    world.scope.admission.join(entry(1, 1), CPU, world.now_s)
 
 
 def test_many_have_come_and_gone() -> None:
@@ -161,11 +161,11 @@ def test_many_have_come_and_gone() -> None:
     for number in range(4 * MAX_MEMBERS + 10):
         name = "x" * 13 + letters[number // 1024] + letters[number // 32 % 32] + letters[number % 32]
         other = entry(9, 100 + number).model_copy(update={"peer": name})
-        world.machine.join(other, CPU, world.now_s)
-        world.machine.membership.members[name].rounds_committed = 1
-        world.machine.leave(name, "", world.now_s)
-    world.machine.take_events()
-    members = world.machine.status(world.now_s).members
+        world.scope.admission.join(other, CPU, world.now_s)
+        world.scope.membership.members[name].rounds_committed = 1
+        world.scope.admission.leave(name, "", world.now_s)
+    world.machine.log.take()
+    members = world.scope.status(world.now_s).members
     assert len(members) == 4 * MAX_MEMBERS
     assert [one.peer for one in members if one.alive] == [peer_name(0)]
 
@@ -178,17 +178,17 @@ def test_of_those_who_left_no_trace_the_last_ones_are_remembered() -> None:
             + "abcdefghijklmnopqrstuvwxyz234567"[number // 32]
             + "abcdefghijklmnopqrstuvwxyz234567"[number % 32]
         )
-        world.machine.join(entry(9, 100 + number).model_copy(update={"peer": peer}), CPU, world.now_s)
-        world.machine.heartbeat(peer, heartbeat(bytes_sent=1), world.now_s)
+        world.scope.admission.join(entry(9, 100 + number).model_copy(update={"peer": peer}), CPU, world.now_s)
+        world.scope.heartbeat(peer, heartbeat(bytes_sent=1), world.now_s)
         if number == 0:
-            world.machine.membership.members[peer].tokens_committed = 1
+            world.scope.membership.members[peer].tokens_committed = 1
             first = peer
-        world.machine.leave(peer, "", world.now_s)
-    members = world.machine.membership.members
+        world.scope.admission.leave(peer, "", world.now_s)
+    members = world.scope.membership.members
     assert len(members) == 2 + 1 + 256
     assert first in members
     assert peer in members
-    assert len(world.machine.sent_bytes._said) <= len(members)
+    assert len(world.scope.admission.sent_bytes._reported) <= len(members)
 
 
 # Models -------------------------------------------------------------------------------------------------
@@ -201,34 +201,34 @@ def test_the_first_peers_model_is_the_runs() -> None:
         r"this model is not the run's: parameter 0 is w \[100, 501\] float32 here, w \[100, 500\] float32 in the run"
     )
     with pytest.raises(ModelMismatch, match=expected):
-        world.machine.describe_model(peer_name(1), wider)
+        world.scope.describe_model(peer_name(1), wider)
     with pytest.raises(ModelMismatch, match="takes 11 tokens a sample, the run's 10"):
-        world.machine.describe_model(peer_name(1), MODEL.model_copy(update={"tokens_per_sample": 11}))
+        world.scope.describe_model(peer_name(1), MODEL.model_copy(update={"tokens_per_sample": 11}))
     with pytest.raises(CorpusError) as refusal:
-        world.machine.describe_model(peer_name(1), MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
+        world.scope.describe_model(peer_name(1), MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
     assert "data differs from the run's" in str(refusal.value)
     assert 'data.source = "text:GLOB"' in str(refusal.value)
 
 
 def test_the_data_may_come_later() -> None:
     world = World(run_file())
-    world.machine.join(entry(0, 1), CPU, world.now_s)
+    world.scope.admission.join(entry(0, 1), CPU, world.now_s)
     unknown = MODEL.model_copy(update={"corpus_digest": None})
-    world.machine.describe_model(peer_name(0), unknown)
-    world.machine.describe_model(peer_name(0), MODEL)
-    world.machine.describe_model(peer_name(0), unknown)
-    assert world.machine.model == MODEL
+    world.scope.describe_model(peer_name(0), unknown)
+    world.scope.describe_model(peer_name(0), MODEL)
+    world.scope.describe_model(peer_name(0), unknown)
+    assert world.scope.model == MODEL
     with pytest.raises(CorpusError):
-        world.machine.describe_model(peer_name(0), MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
+        world.scope.describe_model(peer_name(0), MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2**30, 2**30)])
 def test_models_of_no_or_absurd_size(shape: tuple[int, int]) -> None:
     world = World(run_file())
-    world.machine.join(entry(0, 1), CPU, world.now_s)
+    world.scope.admission.join(entry(0, 1), CPU, world.now_s)
     spec = TensorSpec(name="w", shape=shape, dtype="float32")
     with pytest.raises(ModelMismatch, match="parameters"):
-        world.machine.describe_model(peer_name(0), MODEL.model_copy(update={"layout": (spec,)}))
+        world.scope.describe_model(peer_name(0), MODEL.model_copy(update={"layout": (spec,)}))
 
 
 def test_first_difference() -> None:
@@ -245,10 +245,10 @@ def test_first_difference() -> None:
 
 def test_the_first_state_is_the_runs_and_others_must_resync() -> None:
     world = World(run_file(), 1)
-    assert world.machine.agreed_digest == INITIAL
+    assert world.scope.agreed_digest == INITIAL
     world.join(world.workers[1])
     world.beat(world.workers[1], anchor_version=0, state_digest=b"o" * 32)
-    assert world.machine.agreed_digest == INITIAL
+    assert world.scope.agreed_digest == INITIAL
     assert world.view(world.workers[1]).must_resync
     assert not world.view(world.workers[0]).must_resync
     assert world.view(world.workers[1]).state_digest == INITIAL
@@ -261,7 +261,7 @@ def test_a_first_state_that_nobody_has_any_more_gives_way() -> None:
     world.beat(world.workers[1], anchor_version=0, state_digest=b"o" * 32)
     world.leave(world.workers[0])
     world.beat(world.workers[1], anchor_version=0, state_digest=b"o" * 32)
-    assert world.machine.agreed_digest == b"o" * 32
+    assert world.scope.agreed_digest == b"o" * 32
     assert not world.view(world.workers[1]).must_resync
 
 
@@ -279,14 +279,14 @@ def test_who_got_another_state_than_the_one_planned_on_resyncs_and_the_run_goes_
     world.sync(newcomer)
     assert newcomer.digest == b"o" * 32
     until(world, "averaging", 1)
-    assert world.machine.agreed_digest == next_state(INITIAL)
+    assert world.scope.agreed_digest == next_state(INITIAL)
     assert world.view(newcomer).must_resync
     until(world, "training", 1)
     assert not world.verdicts[-1].verdict.committed
     until(world, "averaging", 1)
     until(world, "training", 1)
     assert [one.verdict.committed for one in world.verdicts] == [True, False, True]
-    assert world.machine.history.rounds[1].digest == next_state(INITIAL)
+    assert world.scope.history.rounds[1].digest == next_state(INITIAL)
 
 
 def test_work_on_another_state_is_refused() -> None:
@@ -302,12 +302,12 @@ def test_after_a_round_most_holders_say_which_state() -> None:
     world = World(run_file(), 3)
     until(world, "averaging", 3)
     until(world, "training", 3)
-    assert world.machine.agreed_digest is None
+    assert world.scope.agreed_digest is None
     for worker in world.workers[:3]:
         world.conclude(worker)
         world.beat(worker)
     world.beat(world.workers[0], state_digest=b"o" * 32)
-    assert world.machine.state_digest() == next_state(INITIAL)
+    assert world.scope.state_digest() == next_state(INITIAL)
 
 
 # Leases -------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_a_repeated_request_gets_the_same_samples_even_from_a_restarted_coordina
     world.restart()
     world.beat(world.workers[0])
     assert world.repeat_ask(world.workers[0]) == first
-    assert world.machine.leases.outstanding() == 4
+    assert world.scope.leases.outstanding() == 4
     world.take(world.workers[0], first)
     world.train(world.workers[0])
     assert world.ask(world.workers[0], 4) != first
@@ -339,14 +339,14 @@ def test_a_repeated_request_is_answered_after_the_verdict_too() -> None:
     world = World(run_file(), 2)
     until(world, "closing")
     worker = world.workers[0]
-    before = world.machine.answered[worker.peer]
+    before = world.scope.leasing.answered[worker.peer]
     worker.last_ask = PeerToCoordinatorRequestLease(round=0, samples=6, tokens_done=before.tokens_done)
     answer = [(one.start, one.stop) for one in before.ranges]
     assert world.repeat_ask(worker) == answer
     until(world, "averaging")
     until(world, "training")
     world.restart()
-    expected = answer if world.machine.leases.holds(worker.peer, answer) else []
+    expected = answer if world.scope.leases.holds(worker.peer, answer) else []
     assert world.repeat_ask(worker) == expected
 
 
@@ -357,9 +357,9 @@ def test_a_new_process_does_not_get_the_answer_of_the_one_before() -> None:
     while worker.left:  # or some of it would go back at once
         world.train(worker)
     averaging(world)
-    before = world.machine.answered[worker.peer]
+    before = world.scope.leasing.answered[worker.peer]
     world.join(worker)
-    assert world.machine.leases.holds(worker.peer, [(one.start, one.stop) for one in before.ranges])
+    assert world.scope.leases.holds(worker.peer, [(one.start, one.stop) for one in before.ranges])
     worker.last_ask = PeerToCoordinatorRequestLease(round=0, samples=6, tokens_done=before.tokens_done)
     assert world.repeat_ask(worker) == []
 
@@ -367,14 +367,14 @@ def test_a_new_process_does_not_get_the_answer_of_the_one_before() -> None:
 def test_no_leases_without_state_model_or_round() -> None:
     world = World(run_file())
     ask = PeerToCoordinatorRequestLease(round=0, samples=4, tokens_done=0)
-    world.machine.join(entry(0, 1), CPU, world.now_s)
-    assert world.machine.request_lease(peer_name(0), ask, world.now_s) == []
-    world.machine.heartbeat(peer_name(0), heartbeat(), world.now_s)
-    assert world.machine.request_lease(peer_name(0), ask, world.now_s) == []
-    world.machine.describe_model(peer_name(0), MODEL)
+    world.scope.admission.join(entry(0, 1), CPU, world.now_s)
+    assert world.scope.leasing.request(peer_name(0), ask, world.now_s) == []
+    world.scope.heartbeat(peer_name(0), heartbeat(), world.now_s)
+    assert world.scope.leasing.request(peer_name(0), ask, world.now_s) == []
+    world.scope.describe_model(peer_name(0), MODEL)
     late = ask.model_copy(update={"round": 1})
-    assert world.machine.request_lease(peer_name(0), late, world.now_s) == []
-    assert world.machine.request_lease(peer_name(0), ask, world.now_s) == [(0, 4)]
+    assert world.scope.leasing.request(peer_name(0), late, world.now_s) == []
+    assert world.scope.leasing.request(peer_name(0), ask, world.now_s) == [(0, 4)]
 
 
 def test_nobody_hoards_the_sequence() -> None:
@@ -382,7 +382,7 @@ def test_nobody_hoards_the_sequence() -> None:
     for tokens_done in range(5):
         world.workers[0].last_ask = PeerToCoordinatorRequestLease(round=0, samples=2**31, tokens_done=tokens_done)
         world.repeat_ask(world.workers[0])
-    assert world.machine.leases.outstanding() == 64 * 20
+    assert world.scope.leases.outstanding() == 64 * 20
 
 
 def test_guided_sizes_of_an_exact_round() -> None:
@@ -407,7 +407,7 @@ def test_boasting_does_not_close_the_round() -> None:
     world.beat(world.workers[0], tokens_done=2**62, tokens_per_s=1e18)
     world.beat(world.workers[1], tokens_done=2**62, tokens_per_s=1e18)
     world.tick(0.25)
-    assert world.machine.round.phase == "training"
+    assert world.scope.round.phase == "training"
     assert world.view(world.workers[0]).tokens_in_round == 0
 
 
@@ -415,7 +415,7 @@ def test_a_view_counts_what_is_credible() -> None:
     world = World(run_file(), 2)
     work(world, 0, 4)
     world.beat(world.workers[1], tokens_done=2**62)
-    view, status = world.view(world.workers[0]), world.machine.status(world.now_s)
+    view, status = world.view(world.workers[0]), world.scope.status(world.now_s)
     assert view.tokens_in_round == status.tokens_in_round == 4 * TOKENS_PER_SAMPLE
 
 
@@ -445,7 +445,7 @@ def test_unfit_contributions(claims: dict[str, Any], error: type[Exception]) -> 
     until(world, "closing")
     with pytest.raises(error):
         world.ready(world.workers[0], **claims)
-    assert world.workers[0].peer not in world.machine.round.ready
+    assert world.workers[0].peer not in world.scope.round.ready
 
 
 def test_a_sample_counts_once_in_a_contribution() -> None:
@@ -460,9 +460,9 @@ def test_ready_counts_only_while_the_round_closes() -> None:
     world = World(run_file(), 2)
     work(world, 0, 4)
     world.ready(world.workers[0])
-    assert world.machine.round.ready == {}, "it may train on before the round closes"
+    assert world.scope.round.ready == {}, "it may train on before the round closes"
     world.ready(world.workers[0], round=5)
-    assert world.machine.round.ready == {}
+    assert world.scope.round.ready == {}
 
 
 def test_who_joins_while_closing_takes_part_in_time() -> None:
@@ -470,7 +470,7 @@ def test_who_joins_while_closing_takes_part_in_time() -> None:
     until(world, "closing", 1)
     world.join(world.workers[1])
     world.sync(world.workers[1])
-    assert world.machine.round.closes_s > world.now_s
+    assert world.scope.round.closes_s > world.now_s
     work(world, 1, 4)
     world.ready(world.workers[1])
     assert world.ask(world.workers[1], 4) == [], "it has said that it is done"
@@ -483,10 +483,10 @@ def test_who_joins_after_the_closing_is_not_waited_for() -> None:
     until(world, "closing", 1)
     world.join(world.workers[1])
     world.sync(world.workers[1])
-    while world.now_s < world.machine.round.closes_s:
+    while world.now_s < world.scope.round.closes_s:
         world.beat(world.workers[0])
         world.tick(0.25)
-    assert world.machine.round.phase == "closing"
+    assert world.scope.round.phase == "closing"
     assert world.ask(world.workers[1], 4) == []
     plan = averaging(world, 1)
     assert [one.peer for one in plan.members] == [peer_name(0)]
@@ -495,15 +495,15 @@ def test_who_joins_after_the_closing_is_not_waited_for() -> None:
 def test_who_is_silent_at_the_closing_is_waited_for_and_then_left_out() -> None:
     world = World(run_file(), 2)
     until(world, "closing")
-    while world.machine.round.phase == "closing":
-        assert world.now_s < world.machine.round.closes_s + world.machine.deadlines.ready_s + 0.5
+    while world.scope.round.phase == "closing":
+        assert world.now_s < world.scope.round.closes_s + world.scope.deadlines.ready_s + 0.5
         world.behave(world.workers[0])
         world.beat(world.workers[1])
         world.tick(0.25)
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
     assert [one.peer for one in plan.members] == [peer_name(0)]
-    assert world.now_s >= world.machine.round.closes_s + world.machine.deadlines.ready_s
+    assert world.now_s >= world.scope.round.closes_s + world.scope.deadlines.ready_s
 
 
 def test_where_all_have_been_prompt_a_straggler_is_not_waited_for_long() -> None:
@@ -513,13 +513,13 @@ def test_where_all_have_been_prompt_a_straggler_is_not_waited_for_long() -> None
         for worker in world.workers[:3]:
             world.report(worker)
     until(world, "closing", 3)
-    closes_s, ready_s = world.machine.round.closes_s, world.machine.deadlines.ready_s
-    while world.machine.round.phase == "closing":
+    closes_s, ready_s = world.scope.round.closes_s, world.scope.deadlines.ready_s
+    while world.scope.round.phase == "closing":
         for worker in world.workers[:2]:
             world.behave(worker)
         world.beat(world.workers[2])
         world.tick(0.25)
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
     assert [one.peer for one in plan.members] == [peer_name(0), peer_name(1)]
     assert ready_s / 3 <= world.now_s - closes_s < 2 * ready_s / 3
@@ -529,11 +529,11 @@ def test_a_round_without_any_work_is_aborted() -> None:
     world = World(run_file(max_s=5.0), 1)
     while not world.verdicts:
         world.beat(world.workers[0], tokens_per_s=0.0)
-        if world.machine.round.phase == "closing":
+        if world.scope.round.phase == "closing":
             world.ready(world.workers[0])
         world.tick(0.25)
     assert world.verdicts[0].verdict.reason == "nobody had anything to contribute"
-    assert world.machine.round.phase == "training"
+    assert world.scope.round.phase == "training"
 
 
 def test_all_members_gone_while_closing() -> None:
@@ -541,8 +541,8 @@ def test_all_members_gone_while_closing() -> None:
     until(world, "closing")
     for worker in world.workers[:2]:
         world.leave(worker)
-    assert world.machine.round.phase == "waiting"
-    assert world.machine.leases.held == {}
+    assert world.scope.round.phase == "waiting"
+    assert world.scope.leases.held == {}
     until(world, "averaging", 1)
 
 
@@ -556,7 +556,7 @@ def test_the_dead_come_back_with_nothing_but_their_samples_stay_committed() -> N
     world.leave(world.workers[1])
     world.join(world.workers[1])
     world.report(world.workers[1])
-    assert world.machine.round.reports == {}, "its new process has no part in the exchange"
+    assert world.scope.round.reports == {}, "its new process has no part in the exchange"
     world.report(world.workers[0])
     assert world.verdicts[0].verdict.tokens == tokens
     assert world.verdicts[0].lost == ()
@@ -569,8 +569,8 @@ def test_the_dead_whose_chunks_are_missing_lose_their_samples() -> None:
     world.report(world.workers[0], dropped=(1,))
     assert world.verdicts[0].lost == (peer_name(1),)
     assert world.verdicts[0].verdict.tokens == plan.members[0].weight_tokens
-    assert world.machine.leases.pool != []
-    assert peer_name(1) not in world.machine.leases.held
+    assert world.scope.leases.pool != []
+    assert peer_name(1) not in world.scope.leases.held
 
 
 def test_a_living_member_that_was_dropped_keeps_its_samples() -> None:
@@ -596,7 +596,7 @@ def test_an_owner_that_does_not_deliver_owns_nothing_next_time() -> None:
     world.restart()
     until(world, "training", 3)
     for _ in range(3):
-        assert not world.machine.membership.members[peer_name(2)].can_own
+        assert not world.scope.membership.members[peer_name(2)].can_own
         averaging(world, 3)
         until(world, "training", 3)
     assert {part.owner for part in averaging(world, 3).parts} == {0, 1, 2}, "after four committed rounds"
@@ -604,9 +604,9 @@ def test_an_owner_that_does_not_deliver_owns_nothing_next_time() -> None:
 
 def test_a_failed_owner_that_joins_again_owns_nothing_either() -> None:
     world = World(run_file(), 2)
-    world.machine.membership.members[peer_name(1)].fail()
+    world.scope.membership.members[peer_name(1)].fail()
     world.join(world.workers[1])
-    assert not world.machine.membership.members[peer_name(1)].can_own
+    assert not world.scope.membership.members[peer_name(1)].can_own
 
 
 def test_one_member_that_reports_other_bytes_takes_nobodys_parts_away() -> None:
@@ -616,7 +616,7 @@ def test_one_member_that_reports_other_bytes_takes_nobodys_parts_away() -> None:
         world.report(worker)
     world.report(world.workers[4], wrong=tuple(range(len(plan.parts))))
     assert world.verdicts[0].verdict.committed
-    assert all(one.can_own for one in world.machine.membership.members.values())
+    assert all(one.can_own for one in world.scope.membership.members.values())
 
 
 def test_a_report_that_is_repeated_holds_off_no_verdict() -> None:
@@ -628,7 +628,7 @@ def test_a_report_that_is_repeated_holds_off_no_verdict() -> None:
         assert world.now_s < began_s + 20 * world.run.round.patience_s
         for worker in world.workers[:4]:
             world.beat(worker)
-        world.machine.report(world.workers[2].peer, report(plan), world.now_s)
+        world.scope.report(world.workers[2].peer, report(plan), world.now_s)
         world.tick(0.25)
 
 
@@ -647,9 +647,9 @@ def test_what_one_says_against_those_who_hold_the_committed_bytes_loses_no_work(
     averaging(world, 4)
     for worker in world.workers[:2]:
         world.report(worker)
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
-    world.machine.report(world.workers[2].peer, report(plan, dropped=(3,), **odd), world.now_s)
+    world.scope.report(world.workers[2].peer, report(plan, dropped=(3,), **odd), world.now_s)
     world.leave(world.workers[3])
     assert world.verdicts[0].verdict.committed
     assert world.verdicts[0].lost == ()
@@ -661,7 +661,7 @@ def test_where_nobody_holds_all_committed_bytes_everybody_is_believed() -> None:
     assert len(plan.parts) >= 3
     for number in range(3):
         dropped = (3,) if number == 0 else ()
-        world.machine.report(world.workers[number].peer, report(plan, missing=(number,), dropped=dropped), world.now_s)
+        world.scope.report(world.workers[number].peer, report(plan, missing=(number,), dropped=dropped), world.now_s)
     world.leave(world.workers[3])
     assert None not in world.verdicts[0].verdict.digests
     assert world.verdicts[0].lost == (peer_name(3),)
@@ -675,16 +675,16 @@ def test_reports_that_do_not_fit(fields: dict[str, Any]) -> None:
     world = World(run_file(), 2)
     plan = averaging(world)
     with pytest.raises(WireError, match="does not fit"):
-        world.machine.report(peer_name(0), report(plan).model_copy(update=fields), world.now_s)
+        world.scope.report(peer_name(0), report(plan).model_copy(update=fields), world.now_s)
 
 
 def test_reports_of_other_rounds_and_strangers_are_ignored() -> None:
     world = World(run_file(), 2)
     plan = averaging(world)
     world.join(world.workers[2])
-    world.machine.report(peer_name(2), report(plan), world.now_s)
-    world.machine.report(peer_name(0), report(plan).model_copy(update={"round": 9}), world.now_s)
-    assert world.machine.round.reports == {}
+    world.scope.report(peer_name(2), report(plan), world.now_s)
+    world.scope.report(peer_name(0), report(plan).model_copy(update={"round": 9}), world.now_s)
+    assert world.scope.round.reports == {}
 
 
 @pytest.mark.parametrize("reported", [1, 2])
@@ -702,7 +702,7 @@ def test_endless_progress_does_not_put_off_the_verdict_for_ever(reported: int) -
         assert world.now_s < began_s + 60
     assert world.verdicts[0].verdict.committed == (reported == 2)
     if reported == 2:
-        assert world.now_s < began_s + world.machine.deadlines.ready_s + 1
+        assert world.now_s < began_s + world.scope.deadlines.ready_s + 1
 
 
 def test_progress_puts_off_the_verdict() -> None:
@@ -733,7 +733,7 @@ def test_lost_samples_reopen_the_round() -> None:
     world.leave(world.workers[2])
     until(world, "averaging", 2)
     assert [event.round for event in world.events if isinstance(event, ev.RoundReopened)] == [0]
-    plan = world.machine.round.plan
+    plan = world.scope.round.plan
     assert plan is not None
     assert sum(one.weight_tokens for one in plan.members) == world.run.round.tokens
 
@@ -744,7 +744,7 @@ def test_a_member_that_keeps_samples_and_does_not_answer_loses_them() -> None:
     for tokens_done in range(40):
         hoarder.last_ask = PeerToCoordinatorRequestLease(round=0, samples=100, tokens_done=tokens_done)
         world.repeat_ask(hoarder)
-    assert world.machine.leases.outstanding() == 20
+    assert world.scope.leases.outstanding() == 20
     began_s = world.now_s
     while not (world.verdicts and world.verdicts[-1].verdict.tokens == 200):
         assert world.now_s < began_s + 80
@@ -772,10 +772,10 @@ def test_a_run_ends(limit: dict[str, int]) -> None:
     until(world, "ended")
     assert len(world.verdicts) == 2
     with pytest.raises(RunEnded, match="`shoal export`"):
-        world.machine.join(entry(5, 5), CPU, world.now_s)
-    world.machine.join(entry(6, 5, "observer"), CPU, world.now_s)
+        world.scope.admission.join(entry(5, 5), CPU, world.now_s)
+    world.scope.admission.join(entry(6, 5, "observer"), CPU, world.now_s)
     world.restart()
-    assert world.machine.round.phase == "ended"
+    assert world.scope.round.phase == "ended"
     assert world.ask(world.workers[0], 4) == []
     world.ready(world.workers[0])
     world.pass_time(20)
@@ -794,7 +794,7 @@ def test_the_last_round_closes_with_the_run() -> None:
 def test_a_runs_time_is_over_whoever_is_there(members: str) -> None:
     world = World(run_file(run_max_s=10.0), 0 if members == "nobody" else 1)
     began_s = world.now_s
-    while world.machine.round.phase != "ended":
+    while world.scope.round.phase != "ended":
         assert world.now_s < began_s + 20
         if members != "nobody":
             world.beat(world.workers[0], anchor_version=None if members == "unsynced" else 0)
@@ -810,7 +810,7 @@ def test_the_time_that_the_coordinator_is_away_does_not_count() -> None:
     assert elapsed_s > 0
     world.now_s += 5000
     world.restart()
-    assert world.machine.elapsed_s(world.now_s) == elapsed_s
+    assert world.scope.elapsed_s(world.now_s) == elapsed_s
 
 
 # Silence and restarts -----------------------------------------------------------------------------------
@@ -823,16 +823,16 @@ def test_the_silent_are_lost() -> None:
         world.beat(world.workers[0])
         world.tick(0.25)
     assert lost(world) == [(peer_name(1), "silent")]
-    assert world.machine.leases.pool == [(0, 4)]
+    assert world.scope.leases.pool == [(0, 4)]
 
 
 def test_nobody_is_late_because_the_coordinator_stood_still() -> None:
     world = World(run_file(), 2)
     until(world, "closing")
-    closes_s = world.machine.round.closes_s
+    closes_s = world.scope.round.closes_s
     world.tick(100.0)
     assert lost(world) == []
-    assert world.machine.round.closes_s == closes_s + 100.0
+    assert world.scope.round.closes_s == closes_s + 100.0
     plan = averaging(world)
     assert len(plan.members) == 2
     world.tick(100.0)
@@ -846,11 +846,11 @@ def test_a_restart_in_each_phase(algorithm: str, phase: str) -> None:
     until(world, phase)
     if phase == "training":
         work(world, 0, 4)
-    version = world.machine.membership.roster_version
+    version = world.scope.membership.roster_version
     world.now_s += 1000
     world.restart()
-    assert world.machine.membership.roster_version > version
-    assert world.machine.round.opened_s == world.now_s, "it was not open while nobody could train for it"
+    assert world.scope.membership.roster_version > version
+    assert world.scope.round.opened_s == world.now_s, "it was not open while nobody could train for it"
     until(world, "averaging")
     until(world, "training")
     assert world.verdicts[0].verdict.committed
@@ -861,13 +861,13 @@ def test_a_restart_in_each_phase(algorithm: str, phase: str) -> None:
 def test_a_reopened_round_keeps_its_limit() -> None:
     world = World(run_file("virtual_batch"), 3)
     until(world, "closing", 3)
-    opened_s = world.machine.round.opened_s
+    opened_s = world.scope.round.opened_s
     world.leave(world.workers[2])
     while not any(isinstance(event, ev.RoundReopened) for event in world.events):
         world.behave(world.workers[0])
         world.behave(world.workers[1])
         world.tick(0.25)
-    assert world.machine.round.opened_s == opened_s
+    assert world.scope.round.opened_s == opened_s
 
 
 # Views --------------------------------------------------------------------------------------------------
@@ -876,18 +876,18 @@ def test_a_reopened_round_keeps_its_limit() -> None:
 def test_what_a_view_says() -> None:
     world = World(run_file(), 2)
     view = world.view(world.workers[0])
-    assert (view.epoch, view.round, view.anchor_version, view.phase) == (world.machine.epoch, 0, 0, "training")
+    assert (view.epoch, view.round, view.anchor_version, view.phase) == (world.machine.log.epoch, 0, 0, "training")
     assert (view.members, view.plan, view.verdict, view.closes_in_s) == (2, None, None, None)
     assert view.state_digest == INITIAL
     assert [one.peer for one in view.roster or ()] == [peer_name(0), peer_name(1)]
-    again = world.machine.view(peer_name(0), world.now_s, view.roster_version)
+    again = world.scope.view(peer_name(0), world.now_s, view.roster_version)
     assert again.roster is None
     assert again.sequence == view.sequence
     until(world, "closing")
     closing = world.view(world.workers[0])
     assert closing.sequence > view.sequence
     assert closing.closes_in_s is not None
-    assert closing.closes_in_s == max(0.0, world.machine.round.closes_s - world.now_s)
+    assert closing.closes_in_s == max(0.0, world.scope.round.closes_s - world.now_s)
     plan = averaging(world)
     assert world.view(world.workers[0]).plan == plan
     assert world.view(world.workers[0]).closes_in_s is None
@@ -903,27 +903,27 @@ def test_what_the_status_says() -> None:
     until(world, "averaging", 3)
     until(world, "training", 3)
     world.leave(world.workers[2])
-    status = world.machine.status(world.now_s)
+    status = world.scope.status(world.now_s)
     assert (status.run, status.run_hash, status.round) == ("test", world.run.hash, 1)
     assert (status.rounds_committed, status.rounds_aborted, status.anchor_version) == (1, 0, 1)
-    assert (status.tokens_committed, status.loss, status.chain) == (200, 2.5, world.machine.chain)
+    assert (status.tokens_committed, status.loss, status.chain) == (200, 2.5, world.scope.chain)
     assert [one.alive for one in status.members] == [True, True, False]
     assert status.members[2].activity == "gone"
     assert sum(one.tokens_committed for one in status.members) == 200
     assert sum(one.share for one in status.members) == pytest.approx(1.0)
-    assert status.elapsed_s == world.machine.elapsed_s(world.now_s)
+    assert status.elapsed_s == world.scope.elapsed_s(world.now_s)
 
 
 def test_the_status_says_why_somebody_left_until_it_comes_back() -> None:
     world = World(run_file(), 3)
     until(world, "training", 3)
     stopped, other = world.workers[1], world.workers[2]
-    world.machine.leave(stopped.peer, "diverged", world.now_s, "lower the learning rate")
+    world.scope.admission.leave(stopped.peer, "diverged", world.now_s, "lower the learning rate")
     stopped.running = False
     world.leave(other)
 
     def told() -> list[tuple[str, str]]:
-        members = {one.peer: one for one in world.machine.status(world.now_s).members}
+        members = {one.peer: one for one in world.scope.status(world.now_s).members}
         return [(members[one.peer].left, members[one.peer].trouble) for one in world.workers[:3]]
 
     expected = [("", ""), ("diverged", "lower the learning rate"), ("done", "")]
@@ -938,9 +938,9 @@ def test_a_status_has_room_for_the_troubles_of_some_only() -> None:
     world = World(run_file(), 0)
     for number in range(70):
         peer = f"peer{chr(ord('a') + number % 26) * 6}{chr(ord('a') + number // 26) * 6}"
-        world.machine.join(entry(0, number).model_copy(update={"peer": peer}), CPU, world.now_s)
-        world.machine.leave(peer, "failed", world.now_s, "x" * MAX_TROUBLE)
-    members = world.machine.status(world.now_s).members
+        world.scope.admission.join(entry(0, number).model_copy(update={"peer": peer}), CPU, world.now_s)
+        world.scope.admission.leave(peer, "failed", world.now_s, "x" * MAX_TROUBLE)
+    members = world.scope.status(world.now_s).members
     assert [len(one.trouble) for one in members] == [MAX_TROUBLE] * 64 + [0] * 6
     assert {one.left for one in members} == {"failed"}
 
@@ -948,7 +948,7 @@ def test_a_status_has_room_for_the_troubles_of_some_only() -> None:
 def test_roster_versions_go_on_from_the_epoch() -> None:
     world = World(run_file(), 1)
     for _ in range(5):
-        world.machine.join(entry(7, world.machine.membership.roster_version, "observer"), CPU, world.now_s)
-    version = world.machine.membership.roster_version
+        world.scope.admission.join(entry(7, world.scope.membership.roster_version, "observer"), CPU, world.now_s)
+    version = world.scope.membership.roster_version
     world.revive()
-    assert world.machine.membership.roster_version > version
+    assert world.scope.membership.roster_version > version

@@ -29,13 +29,13 @@ def machine() -> PlainRun:
 
 
 def join(machine: PlainRun, number: int, model: PeerToCoordinatorDescribeModel = MODEL) -> None:
-    machine.join(entry(number, number), CPU, 0.0)
-    machine.describe_model(peer_name(number), model)
+    machine.scope.admission.join(entry(number, number), CPU, 0.0)
+    machine.scope.describe_model(peer_name(number), model)
 
 
 def beat(machine: PlainRun, number: int, digest: bytes | None) -> None:
     state: dict[str, Any] = {"anchor_version": None if digest is None else 0, "state_digest": digest}
-    machine.heartbeat(peer_name(number), heartbeat(**state), 1.0)
+    machine.scope.heartbeat(peer_name(number), heartbeat(**state), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_the_first_member_cannot_define_anything(
 ) -> None:
     with pytest.raises(error):
         join(machine, 0, MODEL.model_copy(update=changes))
-    assert machine.model is None
+    assert machine.scope.model is None
     join(machine, 1)
-    assert machine.model == MODEL
+    assert machine.scope.model == MODEL
     with pytest.raises(error):
         join(machine, 2, MODEL.model_copy(update=changes))
 
@@ -63,43 +63,43 @@ def test_data_that_is_told_later_is_checked_then(machine: PlainRun) -> None:
     silent = MODEL.model_copy(update={"corpus_digest": None, "samples": None})
     join(machine, 0, silent)
     with pytest.raises(CorpusError):
-        machine.describe_model(peer_name(0), MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
-    assert machine.model == silent
-    machine.describe_model(peer_name(0), MODEL)
-    assert machine.model == MODEL
+        machine.scope.describe_model(peer_name(0), MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
+    assert machine.scope.model == silent
+    machine.scope.describe_model(peer_name(0), MODEL)
+    assert machine.scope.model == MODEL
 
 
 def test_the_first_state_is_the_pinned_one_whatever_members_say(machine: PlainRun) -> None:
     for number in range(3):
         join(machine, number)
         beat(machine, number, FORGED)
-    assert all(machine.view(peer_name(number), 1.0).must_resync for number in range(3))
-    assert machine.view(peer_name(0), 1.0).state_digest == RIGHT
-    assert (machine.round.phase, dict(machine.synced())) == ("waiting", {})
-    assert "no member has the first state that the run file pins" in machine.status(1.0).outlook
+    assert all(machine.scope.view(peer_name(number), 1.0).must_resync for number in range(3))
+    assert machine.scope.view(peer_name(0), 1.0).state_digest == RIGHT
+    assert (machine.scope.round.phase, dict(machine.scope.synced())) == ("waiting", {})
+    assert "no member has the first state that the run file pins" in machine.scope.status(1.0).outlook
     join(machine, 3)
     beat(machine, 3, RIGHT)
-    assert (machine.round.phase, list(machine.synced())) == ("training", [peer_name(3)])
-    assert machine.status(1.0).outlook == ""
-    machine.leave(peer_name(3), "", 2.0)
+    assert (machine.scope.round.phase, list(machine.scope.synced())) == ("training", [peer_name(3)])
+    assert machine.scope.status(1.0).outlook == ""
+    machine.scope.admission.leave(peer_name(3), "", 2.0)
     beat(machine, 0, FORGED)
-    assert machine.agreed_digest == RIGHT, "also when nobody has it any more"
+    assert machine.scope.agreed_digest == RIGHT, "also when nobody has it any more"
 
 
 def test_a_restart_changes_nothing(machine: PlainRun) -> None:
     join(machine, 0)
     again = PlainRun(RUN, SIGNER.sign, 0.0, 2)
-    again.replay(machine.take_events(), 0.0)
-    assert again.agreed_digest == RIGHT
+    again.log.replay(again.scope, machine.log.take(), 0.0)
+    assert again.scope.agreed_digest == RIGHT
     beat(again, 0, FORGED)
-    assert again.agreed_digest == RIGHT
+    assert again.scope.agreed_digest == RIGHT
 
 
 def test_without_pins_whoever_comes_first_defines_the_run() -> None:
     machine = PlainRun(run_file(), SIGNER.sign, 0.0, 1)
     join(machine, 0, MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
     beat(machine, 0, FORGED)
-    assert machine.agreed_digest == FORGED
+    assert machine.scope.agreed_digest == FORGED
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])

@@ -25,7 +25,7 @@ from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry, peer_na
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger
 from shoal.swarm.coordinator.placement import planner_of
-from shoal.swarm.errors import ModelMismatch, NotAdmitted
+from shoal.swarm.errors import ModelMismatch
 from shoal.swarm.protocol.messages import PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
 from shoal.swarm.protocol.types import Capability, LayerSize
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, tied_together
@@ -136,7 +136,7 @@ def test_nothing_is_committed_when_one_stage_cannot_average() -> None:
     assert {event.verdict.reason for event in given.values()} == {
         "stage 1: 1 of 1 parts did not arrive; a link was slow"
     }
-    assert all(stage.leases.held == {} for stage in world.machine.stages)
+    assert all(stage.leases.held == {} for stage in world.machine.scopes)
     rounds(world, 1)
 
 
@@ -225,7 +225,7 @@ def test_who_releases_what_it_had_offered_offers_anew() -> None:
     world.ready(peer, 1)
     peer.replicas[1].offered = True
     world.release(peer, 1, [CELLS[0]])
-    assert peer.name not in world.machine.stages[1].round.ready
+    assert peer.name not in world.machine.scopes[1].round.ready
     rounds(world, 1)
     assert "RoundReopened" in [type(one.event).__name__ for one in world.events if isinstance(one, ev.InScope)]
 
@@ -254,11 +254,11 @@ def test_nobody_claims_drives_or_releases_what_is_not_its_own() -> None:
     second = holder(world, 1, 1)
     second.replicas[1].claimed = list(first.replicas[1].claimed)
     world.release(second, 1, CELLS[:2])
-    assert world.machine.stages[1].leases.held == {first.name: [(0, 2 * MICRO)]}
+    assert world.machine.scopes[1].leases.held == {first.name: [(0, 2 * MICRO)]}
     world.machine.take_span(first.name, "for the test")
     world.settle()
     assert not world.admitted(first, 2)
-    assert world.machine.stages[1].leases.held == {}
+    assert world.machine.scopes[1].leases.held == {}
 
 
 # Claims -------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_the_first_claim_wins_and_again_is_the_same() -> None:
     assert world.claim(first, 1, CELLS[1:3]) == CELLS[1:3]
     assert world.claim(second, 1, CELLS[:3]) == CELLS[:1]
     assert world.claim(first, 1, CELLS[1:3]) == CELLS[1:3]
-    assert world.machine.stages[1].leases.pool == []
+    assert world.machine.scopes[1].leases.pool == []
     assert world.machine.missing(Batch(0, BATCH, MICRO)) == [(0, BATCH)]  # other stages have none
 
 
@@ -413,11 +413,11 @@ def test_an_empty_stage_is_refilled_by_a_move_in_the_middle_of_a_round() -> None
     world.claim(mover, 0, CELLS[:2])
     assert drive(world, mover, 4) == CELLS[:2]
     world.leave(holder(world, 1))
-    assert mover.name not in world.machine.micro_batches.in_flight
+    assert mover.name not in world.machine.stages[0].micro_batches.in_flight
     assert world.machine.spans[mover.name] == (1, 1)
-    assert mover.name not in world.machine.stages[0].leases.held
+    assert mover.name not in world.machine.scopes[0].leases.held
     assert not world.admitted(mover, 1)
-    assert world.refused(world.machine.join_stage, 1, entry(mover.number, mover.key), CPU, world.now_s)
+    assert world.refused(world.machine.join_stage, 0, entry(mover.number, mover.key), CPU, world.now_s)
     rounds(world, 1)
 
 
@@ -490,12 +490,12 @@ def test_until_the_model_is_cut_layers_bind_only_while_somebody_is_there_who_has
         said = PeerToCoordinatorShowCapability(capability=able, layers=layers)
         world.machine.show_capability(peer_name(9), said, world.now_s)
 
-    world.machine.join(entry(9, 1000), CPU, world.now_s)
+    world.machine.admission.join(entry(9, 1000), CPU, world.now_s)
     first(wrong)
     with pytest.raises(ModelMismatch, match=r"1000 bytes of parameters here, 7 in the run, as name 9 said.*stop them"):
         world.start(world.peers[0])
     world.crash(world.peers[0])
-    world.machine.leave(peer_name(9), "done", world.now_s)
+    world.machine.admission.leave(peer_name(9), "done", world.now_s)
     world.settle()
     world.restart()
     for peer in world.peers[:3]:
@@ -503,7 +503,7 @@ def test_until_the_model_is_cut_layers_bind_only_while_somebody_is_there_who_has
     rounds(world, 1)
     for peer in world.peers[:3]:
         world.leave(peer)
-    world.machine.join(entry(9, 1001), CPU, world.now_s)
+    world.machine.admission.join(entry(9, 1001), CPU, world.now_s)
     with pytest.raises(ModelMismatch, match=r"1000 in the run, as those who came first said.*under another name"):
         first(wrong)
 
@@ -519,9 +519,7 @@ def test_layers_and_samples_are_the_runs() -> None:
             world.machine.show_capability(peer.name, said, world.now_s)
     other = model(0).model_copy(update={"tokens_per_sample": TOKENS_PER_SAMPLE + 1})
     with pytest.raises(ModelMismatch, match="tokens a sample"):
-        world.machine.describe_stage(1, holder(world, 0).name, other)
-    with pytest.raises(NotAdmitted, match="no stage 3"):
-        world.machine.stage(STAGES + 1)
+        world.machine.describe_stage(0, holder(world, 0).name, other)
 
 
 def test_the_status_shows_each_stage() -> None:
@@ -580,7 +578,7 @@ def test_on_disk_with_compaction_every_scope_has_its_verdicts(tmp_path: Path) ->
     for transaction in world.journal:
         events = [ev.unpack_event(one) for one in transaction]
         journal.append(journal.next_index, events)
-        machine.replay(events, 0.0)
+        machine.log.replay(machine, events, 0.0)
         snapshot = machine.snapshot() if ev.verdicts_in(events) else None
         if journal.wants_snapshot and snapshot is not None:
             journal.compact(snapshot)
@@ -589,7 +587,7 @@ def test_on_disk_with_compaction_every_scope_has_its_verdicts(tmp_path: Path) ->
     assert compacted >= 1
     again = leased(tmp_path, world.run.hash, "")
     found = world.replayed([])
-    found.replay(again.read(), world.now_s)
+    found.log.replay(found, again.read(), world.now_s)
     assert attributes(found) == attributes(world.replayed(world.journal))
     for scope in range(1, STAGES + 1):
         assert again.verdicts(scope=scope) == [given[scope] for given in world.verdicts]

@@ -66,7 +66,7 @@ class PipelineChaos(RuleBasedStateMachine):
     def leave_a_stage(self, number: int, stage: int) -> None:
         found = self._replica(number, stage)
         if found is not None:
-            self.world.machine.stages[found[1]].leave(found[0].name, "its stage failed", self.world.now_s)
+            self.world.machine.scopes[found[1]].leave(found[0].name, "its stage failed", self.world.now_s)
             self.world.settle()
 
     @rule(survive=st.sampled_from([0, 1, 2]), stage=STAGE, back=st.integers(1, 6), with_coordinator=st.booleans())
@@ -140,7 +140,7 @@ class PipelineChaos(RuleBasedStateMachine):
         found, batch = self._replica(number, stage), self.world.machine.batch()
         if found is None or batch is None or batch.start <= start < batch.stop:
             return
-        machine = self.world.machine.stages[found[1]]
+        machine = self.world.machine.scopes[found[1]]
         claim = PeerToCoordinatorClaim(
             round=machine.round.number, ranges=(SampleRange(start=start, stop=start + MICRO),)
         )
@@ -167,9 +167,9 @@ class PipelineChaos(RuleBasedStateMachine):
     def join_a_stage(self, number: int, stage: int) -> None:
         """One that is not its own is refused."""
         world, peer = self.world, self._present(number)
-        if stage < len(world.machine.stages) and not world.machine.holds(peer.name, stage):
+        if stage < len(world.machine.scopes) and not world.machine.holds(peer.name, stage):
             knock = entry(peer.number, peer.key)
-            assert world.refused(world.machine.join_stage, stage + 1, knock, CPU, world.now_s)
+            assert world.refused(world.machine.join_stage, stage, knock, CPU, world.now_s)
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 30.0]), ticks=st.integers(1, 9))
     def wait(self, seconds: float, ticks: int) -> None:
@@ -201,7 +201,7 @@ def goes_on(world: PipelineWorld, rounds: int = 2) -> None:
     good.memory_bytes = WHOLE
     goal = len([one for one in world.verdicts if one[1].verdict.committed]) + rounds
     deadlines = world.machine.deadlines
-    wait_s = deadlines.return_s * 4 + sum(stage.history.cost_s(0) for stage in world.machine.stages)
+    wait_s = deadlines.return_s * 4 + sum(stage.history.cost_s(0) for stage in world.machine.scopes)
     deadline_s = world.now_s + wait_s + 100 + (rounds + 2) * (world.run.round.max_s + 40)
     while sum(one[1].verdict.committed for one in world.verdicts) < goal:
         assert world.now_s < deadline_s, f"stuck in {world.machine.phase}: {world.machine.say_outlook()}"

@@ -236,7 +236,7 @@ async def cut_run(folder: Path) -> AsyncIterator[tuple[CoordinatorService, Peer]
 @run
 async def test_a_verdict_that_the_journal_lacks_stops_the_coordinator(tmp_path: Path) -> None:
     async with cut_run(tmp_path) as (service, peer):
-        lost = service.handlers[1].machine.verdict_of(Judgement(reason="in a journal that is lost"))
+        lost = service.handlers[1].scope.verdict_of(Judgement(reason="in a journal that is lost"))
         chain = chain_hash(lost.verdict)
         signature = HOST_IDENTITY.sign(signed_bytes(chain))
         verdict = lost.verdict.model_copy(update={"chain": chain, "signature": signature})
@@ -312,7 +312,7 @@ async def test_a_round_goes_on_with_who_was_awaited_and_not_with_the_next_tick(
         assert await peer.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
         assert not early.done(), "nobody is in the last stage yet"
         await peer.enter(2)
-        async with asyncio.timeout(service.machine.deadlines.heartbeat_s / 2):
+        async with asyncio.timeout(service.scope.deadlines.heartbeat_s / 2):
             lease = await early
         assert count(from_wire(lease.ranges)) == SAMPLES
         await peer.claim(1, lease.ranges)

@@ -19,7 +19,7 @@ SILENT_S = 4.0
 
 def play(world: World, rounds: int, members: int = 3) -> None:
     """So many committed rounds, and everybody has made the newest state."""
-    while len(world.history) < rounds or world.machine.agreed_digest or len(world.machine.synced()) < members:
+    while len(world.history) < rounds or world.scope.agreed_digest or len(world.scope.synced()) < members:
         for worker in world.workers[:members]:
             world.behave(worker)
         world.tick(0.25)
@@ -81,20 +81,20 @@ def test_the_samples_of_undone_rounds_are_free_again_and_the_credit_stays() -> N
     world = World(run_file(), 2)
     play(world, 3, members=2)
     machine = world.machine
-    samples = [merge(one.ranges) for one in machine.history.rounds]
-    tokens, credit = [one.tokens for one in machine.history.rounds], machine.tokens_committed
+    samples = [merge(one.ranges) for one in machine.scope.history.rounds]
+    tokens, credit = [one.tokens for one in machine.scope.history.rounds], machine.scope.tokens_committed
     world.lose_all(lambda version: version < 2)
     come_back(world, 0, 1)
     world.tick(0.1)
-    assert machine.anchor_version == machine.rounds_committed == 1
-    assert machine.leases.held == {}
+    assert machine.scope.anchor_version == machine.scope.rounds_committed == 1
+    assert machine.scope.leases.held == {}
     free = merge([*samples[1], *samples[2]])
-    assert merge(machine.leases.pool)[0][0] == free[0][0]
-    assert count(machine.leases.pool) >= count(free)
-    assert machine.tokens_committed == tokens[0]
-    assert (machine.rounds_undone, machine.tokens_undone) == (2, tokens[1] + tokens[2])
-    assert sum(one.tokens_committed for one in machine.membership.members.values()) == credit
-    status = machine.status(world.now_s)
+    assert merge(machine.scope.leases.pool)[0][0] == free[0][0]
+    assert count(machine.scope.leases.pool) >= count(free)
+    assert machine.scope.tokens_committed == tokens[0]
+    assert (machine.scope.rounds_undone, machine.scope.tokens_undone) == (2, tokens[1] + tokens[2])
+    assert sum(one.tokens_committed for one in machine.scope.membership.members.values()) == credit
+    status = machine.scope.status(world.now_s)
     assert (status.rounds_committed, status.rounds_aborted, status.rounds_undone) == (1, 1, 2)
     play(world, 4, members=2)
 
@@ -107,17 +107,17 @@ def test_who_may_have_it_is_waited_for_as_long_as_a_machine_takes_to_start() -> 
     come_back(world, 0, 1)
     wait(world, RETURN_S - 1.0, 0, 1)
     assert returned(world) == []
-    outlook = world.machine.status(world.now_s).outlook
+    outlook = world.scope.status(world.now_s).outlook
     assert outlook == (
         "nobody here holds version 2: the run goes back to version 1 in 2 s, "
         "unless one of these brings a newer one: name 2"
     )
     wait(world, 1.5, 0, 1)
     assert len(returned(world)) == 1
-    outlook = world.machine.status(world.now_s).outlook
+    outlook = world.scope.status(world.now_s).outlook
     assert outlook == "nobody here holds version 1 yet: name 0, name 1 should be loading it"
     come_back(world, 0)
-    assert world.machine.status(world.now_s).outlook == ""
+    assert world.scope.status(world.now_s).outlook == ""
 
 
 def test_what_took_long_is_waited_for_longer() -> None:
@@ -128,7 +128,7 @@ def test_what_took_long_is_waited_for_longer() -> None:
     world.pass_time(100.0)
     come_back(world, 0, 1, 2)
     play(world, 5)
-    cost_s = world.machine.history.cost_s(0)
+    cost_s = world.scope.history.cost_s(0)
     assert RETURN_S + 2.0 < cost_s < 5 * 8.0
     world.lose_all(lambda version: False)
     world.pass_time(SILENT_S)
@@ -136,7 +136,7 @@ def test_what_took_long_is_waited_for_longer() -> None:
     wait(world, cost_s - 1.0, 0, 1)
     assert returned(world) == []
     wait(world, 2.0, 0, 1)
-    assert world.machine.anchor_version == 0
+    assert world.scope.anchor_version == 0
     play(world, 1, members=2)
 
 
@@ -151,7 +151,7 @@ def test_whoever_brings_the_newest_is_gone_on_from() -> None:
     come_back(world, 2)
     wait(world, RETURN_S, 0, 1, 2)
     assert returned(world) == []
-    assert world.machine.synced().keys() == {peer_name(2)}
+    assert world.scope.synced().keys() == {peer_name(2)}
     come_back(world, 0, 1)
     play(world, 3)
     assert returned(world) == []
@@ -238,12 +238,12 @@ def test_who_is_making_the_newest_is_waited_for() -> None:
             world.beat(world.workers[1])
             world.tick(1.0)
     assert returned(world) == []
-    assert "name 0" in world.machine.status(world.now_s).outlook
+    assert "name 0" in world.scope.status(world.now_s).outlook
     world.conclude(slow)
     world.beat(slow)
     world.tick(0.1)
     assert returned(world) == []
-    assert world.machine.synced().keys() == {slow.peer}
+    assert world.scope.synced().keys() == {slow.peer}
 
 
 def test_who_only_says_to_be_making_it_is_not_waited_for_for_ever() -> None:
@@ -251,13 +251,13 @@ def test_who_only_says_to_be_making_it_is_not_waited_for_for_ever() -> None:
     finishing(world)
     come_back(world, 1)
     wait(world, RETURN_S + 1.0, 0, 1)
-    assert world.machine.anchor_version == 2, "it had it on its disk"
+    assert world.scope.anchor_version == 2, "it had it on its disk"
     world.archive.pop(2)
     come_back(world, 1)
     wait(world, RETURN_S + 1.0, 0, 1)
     (back,) = returned(world)
     assert back.keepers == (peer_name(0), peer_name(1)), "what one holds it can go back to, too"
-    assert world.machine.leases.held == {}
+    assert world.scope.leases.held == {}
 
 
 def test_who_fell_silent_while_it_makes_the_newest_is_waited_for_when_it_is_back() -> None:
@@ -279,7 +279,7 @@ def test_who_fell_silent_while_it_makes_the_newest_is_waited_for_when_it_is_back
     world.beat(slow)
     wait(world, 1.0, 0)
     assert returned(world) == []
-    assert world.machine.synced().keys() == {slow.peer}
+    assert world.scope.synced().keys() == {slow.peer}
 
 
 def test_who_fell_silent_before_the_newest_was_made_has_not_seen_it() -> None:
@@ -289,7 +289,7 @@ def test_who_fell_silent_before_the_newest_was_made_has_not_seen_it() -> None:
     wait(world, SILENT_S, 0, 1)
     play(world, 3, members=2)
     world.join(absent, new_process=False)
-    assert world.machine.membership.members[absent.peer].joined_version == 3
+    assert world.scope.membership.members[absent.peer].joined_version == 3
 
 
 def test_only_what_a_committed_round_was_planned_on_is_gone_back_to() -> None:
@@ -302,12 +302,12 @@ def test_only_what_a_committed_round_was_planned_on_is_gone_back_to() -> None:
         worker.kept = other
     wait(world, 100.0, 0, 1)
     assert returned(world) == []
-    outlook = world.machine.status(world.now_s).outlook
+    outlook = world.scope.status(world.now_s).outlook
     assert outlook.startswith("nobody here holds version 3, nor has told of an earlier one that the verdicts vouch for")
     world.workers[1].kept = (*other, KeptState(anchor_version=1, digest=digest_of(1)))
     world.beat(world.workers[1])
     world.tick(0.1)
-    assert world.machine.anchor_version == 1
+    assert world.scope.anchor_version == 1
 
 
 def test_who_has_seen_newer_states_long_ago_is_waited_for_too() -> None:
@@ -346,7 +346,7 @@ def test_an_undone_state_comes_too_late() -> None:
     world.pass_time(SILENT_S)
     come_back(world, 0, 1)
     wait(world, RETURN_S + 1.0, 0, 1)
-    assert world.machine.anchor_version == 1
+    assert world.scope.anchor_version == 1
     late = world.workers[2]
     world.join(late)
     world.beat(late, anchor_version=2, state_digest=b"u" * 32)
@@ -363,7 +363,7 @@ def test_an_undone_state_comes_too_late() -> None:
     world.beat(world.workers[3], anchor_version=2, state_digest=b"u" * 32)
     world.conclude(world.workers[0])
     world.beat(world.workers[0])
-    assert world.machine.state_digest() == world.workers[0].digest != b"u" * 32, "two against one"
+    assert world.scope.state_digest() == world.workers[0].digest != b"u" * 32, "two against one"
 
 
 def test_undone_rounds_do_not_count_for_the_end() -> None:
@@ -371,11 +371,11 @@ def test_undone_rounds_do_not_count_for_the_end() -> None:
     play(world, 2, members=2)
     world.lose_all(lambda version: version < 2)
     come_back(world, 0, 1)
-    while world.machine.round.phase != "ended":
+    while world.scope.round.phase != "ended":
         for worker in world.workers[:2]:
             world.behave(worker)
         world.tick(0.25)
-    assert world.machine.anchor_version == 3
+    assert world.scope.anchor_version == 3
     assert len(returned(world)) == 1
 
 
@@ -385,9 +385,9 @@ def test_a_return_that_was_not_journaled_was_none() -> None:
     world.lose_all(lambda version: version < 2)
     come_back(world, 0, 1)
     world.crash_unwritten(0.1)
-    assert world.machine.anchor_version == 2
+    assert world.scope.anchor_version == 2
     wait(world, 1.0, 0, 1)
-    assert world.machine.anchor_version == 1
+    assert world.scope.anchor_version == 1
 
 
 def test_a_history_is_packed_and_unpacked() -> None:
@@ -415,12 +415,12 @@ def test_one_newcomer_that_says_to_hold_the_newest_does_not_block_the_way_back()
     liar = world.workers[2]
     world.join(liar)
     world.sync(liar)
-    version, digest = world.machine.anchor_version, liar.digest
+    version, digest = world.scope.anchor_version, liar.digest
     for worker in world.workers[:2]:
         world.join(worker)
-        told = world.machine.history.rounds[version - 2].digest
+        told = world.scope.history.rounds[version - 2].digest
         worker.kept = (KeptState(anchor_version=version - 2, digest=told),)
-    claimed = world.machine.history.rounds[version - 1].digest
+    claimed = world.scope.history.rounds[version - 1].digest
     liar.kept = (KeptState(anchor_version=version - 1, digest=claimed),)
     liar.version, liar.digest = version, digest
     for received in range(3 * round(RETURN_S)):  # who has a record and fetches something is waited for
@@ -436,5 +436,5 @@ def test_one_newcomer_that_says_to_hold_the_newest_does_not_block_the_way_back()
                 world.beat(worker, bytes_received=received if worker is liar else 0)
         world.tick(0.5)
     (back,) = returned(world)
-    assert world.machine.anchor_version == version - 2, "nor is it believed what it says to keep"
+    assert world.scope.anchor_version == version - 2, "nor is it believed what it says to keep"
     assert back.keepers == (peer_name(0), peer_name(1))

@@ -60,9 +60,9 @@ def serve_members(journal: _Journal) -> Any:
 
 def admit(service: CoordinatorService) -> None:
     for number in range(MEMBERS):
-        service.machine.join(entry(number), CPU, service.machine.now_s)
-        service.machine.describe_model(entry(number).peer, MODEL)
-        service.machine.heartbeat(entry(number).peer, heartbeat(), service.machine.now_s)
+        service.scope.admission.join(entry(number), CPU, service.run.log.now_s)
+        service.scope.describe_model(entry(number).peer, MODEL)
+        service.scope.heartbeat(entry(number).peer, heartbeat(), service.run.log.now_s)
 
 
 def granted(events: Sequence[JournalEvent]) -> int:
@@ -107,13 +107,13 @@ def test_nothing_is_kept_of_observers_that_have_left(tmp_path: Path) -> None:
             admit(service)
             for number in range(MEMBERS, MEMBERS + 3):
                 observer = entry(number, role="observer")
-                service.machine.join(observer, CPU, service.machine.now_s)
+                service.scope.admission.join(observer, CPU, service.run.log.now_s)
                 channel: Any = SimpleNamespace(remote_key=observer.certificate.curve_key)
                 await service.handlers[0]._heartbeat(channel, heartbeat())
                 assert observer.peer in service.handlers[0].known
                 await service.handlers[0]._leave(channel, PeerToCoordinatorLeave(reason="observed"))
-            assert service.handlers[0].known.keys() <= service.machine.membership.members.keys()
-            assert len(service.machine.sent_bytes._said) == MEMBERS
+            assert service.handlers[0].known.keys() <= service.scope.membership.members.keys()
+            assert len(service.scope.admission.sent_bytes._reported) == MEMBERS
         journal.close()
 
     asyncio.run(main())

@@ -37,7 +37,7 @@ def test_snapshot_and_rest_replay_to_the_same(algorithm: str, steps: list[tuple[
         act(world, what, number)
         short, whole = world.replayed(world.short), world.replayed(world.journal)
         assert [name for name, value in attributes(whole).items() if attributes(short)[name] != value] == []
-        assert journaled(short) == journaled(world.machine)
+        assert journaled(short.scope) == journaled(world.scope)
 
 
 def test_there_is_one_at_every_verdict() -> None:
@@ -56,15 +56,15 @@ def test_none_in_the_middle_of_a_round() -> None:
         for worker in world.workers[:3]:
             world.behave(worker)
         world.tick(0.25)
-        phase = world.machine.round.phase
+        phase = world.scope.round.phase
         seen.add(phase)
-        assert (world.machine.snapshot() is None) == (phase in ("closing", "averaging"))
+        assert (world.scope.snapshot() is None) == (phase in ("closing", "averaging"))
     assert {"training", "closing", "averaging"} <= seen
 
 
 def test_a_run_that_has_not_begun() -> None:
     world = World(run_file())
     world.settle()
-    snapshot = world.machine.snapshot()
+    snapshot = world.scope.snapshot()
     assert snapshot is not None
     assert (snapshot.round, snapshot.phase, snapshot.members) == (0, "waiting", ())

@@ -30,7 +30,7 @@ def verdict(round_number: int) -> Verdict:
 
 def machine(events: list[JournalEvent]) -> PlainRun:
     made = PlainRun(RUN, SIGNER.sign, 0.0, 0)
-    made.replay(events, 0.0)
+    made.log.replay(made.scope, events, 0.0)
     return made
 
 
@@ -47,41 +47,41 @@ def forged(signer: Identity, of: Verdict, **changes: Any) -> Verdict:
 def test_the_open_rounds_verdict_is_taken_over(round_number: int) -> None:
     end = GIVEN[round_number]
     lacks = machine(EVENTS[:end])
-    assert lacks.take_over(verdict(round_number), 0.0)
-    assert [type(event) for event in lacks.take_events()] == [VerdictGiven]
+    assert lacks.scope.take_over(verdict(round_number), 0.0)
+    assert [type(event) for event in lacks.log.take()] == [VerdictGiven]
     found, wanted = attributes(lacks), attributes(machine(EVENTS[: end + 1]))
     for attributed in (found, wanted):
         attributed["history"] = [one._replace(took_s=0.0) for one in attributed["history"].rounds]
-    untold = {"elapsed_before_s", "announcements"}
+    untold = {"elapsed_before_s"}
     assert [name for name in wanted if name not in untold and found[name] != wanted[name]] == []
 
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_what_is_known_changes_nothing(behind: int) -> None:
     knows = machine(EVENTS[: GIVEN[3] + 1])
-    assert knows.take_over(verdict(4 - behind), 0.0)
-    assert knows.take_events() == []
+    assert knows.scope.take_over(verdict(4 - behind), 0.0)
+    assert knows.log.take() == []
 
 
 @pytest.mark.parametrize("lacks_plan", [False, True])
 def test_a_journal_that_lacks_more_is_too_old(lacks_plan: bool) -> None:
     plan = max(number for number in range(GIVEN[3]) if isinstance(EVENTS[number], RoundPlanned))
     old = machine(EVENTS[:plan] if lacks_plan else EVENTS[: GIVEN[2]])
-    assert not old.take_over(verdict(3), 0.0)
-    assert old.take_events() == []
+    assert not old.scope.take_over(verdict(3), 0.0)
+    assert old.log.take() == []
 
 
 def test_an_aborted_round_needs_no_plan() -> None:
     plan = max(number for number in range(GIVEN[3]) if isinstance(EVENTS[number], RoundPlanned))
     aborted = forged(SIGNER, verdict(3), committed=False, reason="so", digests=(), tokens=0, anchor_version=3)
     old = machine(EVENTS[:plan])
-    assert old.take_over(aborted, 0.0)
-    assert (old.round.number, old.anchor_version, old.rounds_aborted) == (4, 3, 1)
+    assert old.scope.take_over(aborted, 0.0)
+    assert (old.scope.round.number, old.scope.anchor_version, old.scope.rounds_aborted) == (4, 3, 1)
 
 
 @pytest.mark.parametrize("changes", [{"tokens": 10}, {"anchor_version": 9}, {"previous_chain": bytes(32)}])
 def test_a_verdict_that_does_not_follow_is_not_taken_over(changes: dict[str, Any]) -> None:
-    assert not machine(EVENTS[: GIVEN[3]]).take_over(forged(SIGNER, verdict(3), **changes), 0.0)
+    assert not machine(EVENTS[: GIVEN[3]]).scope.take_over(forged(SIGNER, verdict(3), **changes), 0.0)
 
 
 def test_nobody_else_can_make_up_a_verdict() -> None:
@@ -122,7 +122,7 @@ def test_members_bring_back_the_verdict_that_was_lost() -> None:
             assert [one.round for one in given] == [0, 1, 2]
             assert all(one.committed for one in given)
             assert {one.digest for one in run.members} == {run.members[0].digest}
-            assert run.coordinator.machine.tokens_committed == 90
+            assert run.coordinator.machine.scope.tokens_committed == 90
             assert not run.coordinator.is_outdated
 
     run_virtual(main())

@@ -90,7 +90,7 @@ def test_rests_outlive_the_coordinator() -> None:
 def test_who_left_its_stage_and_not_the_run_loses_its_place() -> None:
     world = training(4)
     gone = holder(world, 2)
-    world.machine.stages[2].leave(gone.name, "its stage failed", world.now_s)
+    world.machine.scopes[2].admission.leave(gone.name, "its stage failed", world.now_s)
     gone.hung = True
     gone.forget()
     taken, _ = until_taken(world)
@@ -166,11 +166,11 @@ def test_nobody_is_blamed_while_nobody_has_what_the_run_starts_from() -> None:
     tensors = {"w": StartTensor(shape=(1,), sha256="0" * 64)}
     start = StartSection(run="earlier", round=3, state="0" * 64, tensors=tensors)
     started = world.run.model_copy(update={"start": start})
-    for machine in (world.machine, *world.machine.stages):
+    for machine in (world.machine, *world.machine.scopes):
         machine.run = started
     for peer in world.peers[:STAGES]:
         stage = world.machine.spans[peer.name][0]
-        world.machine.join_stage(stage + 1, entry(peer.number, peer.key), CPU, world.now_s)
+        world.machine.join_stage(stage, entry(peer.number, peer.key), CPU, world.now_s)
         peer.replicas[stage] = Replica()
         peer.hung = True
     world.archive = [{} for _ in range(STAGES)]
@@ -179,7 +179,7 @@ def test_nobody_is_blamed_while_nobody_has_what_the_run_starts_from() -> None:
             world.beat(peer)
         world.machine.tick(world.now_s)
         world.now_s += 0.25
-        world.events += world.machine.take_events()
+        world.events += world.machine.log.take()
     assert [one for one in world.events if isinstance(one, ev.SpanTaken)] == []
 
 
@@ -247,7 +247,7 @@ def test_who_alone_can_hold_a_stage_gets_it_again_at_once() -> None:
 def test_who_gets_its_stage_again_has_all_the_time_again() -> None:
     world = training(3)
     gone = holder(world, 1)
-    world.machine.stages[1].leave(gone.name, "its stage failed", world.now_s)
+    world.machine.scopes[1].admission.leave(gone.name, "its stage failed", world.now_s)
     gone.hung = True
     gone.forget()
     until_taken(world)
@@ -259,7 +259,7 @@ def test_who_got_its_stage_again_before_it_has_rested_keeps_it() -> None:
     world = training(5)
     stage = next(number for number in range(STAGES) if len(world.machine.holders(number)) == 1)
     alone = holder(world, stage).name
-    span, unix_s = world.machine.spans[alone], world.machine.unix_s
+    span, unix_s = world.machine.spans[alone], world.machine.log.unix_s
     world.machine.record(ev.SpanTaken(peer=alone, at_s=unix_s, reason="hung", until_s=unix_s + 1000.0))
     world.machine.record(ev.SpanAssigned(peer=alone, first=span[0], last=span[1], at_s=unix_s))
     turn(world)

@@ -42,7 +42,7 @@ class UnevenWorld(World):
     def work(self, worker: Worker) -> None:
         left = self.speeds[worker.number]
         # As members do: a lease that lasts for a while.
-        a_lease = int(max(2, left * self.machine.deadlines.lease_s / TURN_S))
+        a_lease = int(max(2, left * self.scope.deadlines.lease_s / TURN_S))
         while left > 0:
             if not worker.left:
                 self.take(worker, self.ask(worker, a_lease))
@@ -61,7 +61,7 @@ class UnevenWorld(World):
         return worker
 
     def until_planned(self) -> None:
-        while self.machine.round.plan is None:
+        while self.scope.round.plan is None:
             for number in self.speeds:
                 self.behave(self.workers[number])
             self.tick(TURN_S)
@@ -123,16 +123,16 @@ def test_uneven_members_of_rounds_with_a_goal_are_no_slower(monkeypatch: pytest.
 def test_an_identity_that_does_no_work_gets_a_newcomers_share_and_then_twice_as_much_a_round() -> None:
     world = UnevenWorld(timed(), [4, 4])
     world.go_on(SOON)
-    fresh = world.machine.leases.fresh
+    fresh = world.scope.leases.fresh
     world.come(2, 10**6)
     new = world.go_on(RECORD_ROUNDS)
     assert share(new, 2) <= 1.1 * NEWCOMERS_SHARE
     assert all(share([one], 2) <= 1.25 * NEWCOMERS_SHARE for one in new)
-    used = world.machine.leases.fresh - fresh
+    used = world.scope.leases.fresh - fresh
     assert used * TOKENS_PER_SAMPLE <= 1.25 * sum(one.tokens for one in new)
-    pace_tps = world.machine.membership.members[peer_name(2)].pace_tps
+    pace_tps = world.scope.membership.members[peer_name(2)].pace_tps
     world.go_on(3)
-    assert world.machine.membership.members[peer_name(2)].pace_tps <= 2.0**3 * pace_tps
+    assert world.scope.membership.members[peer_name(2)].pace_tps <= 2.0**3 * pace_tps
 
 
 def test_many_identities_share_what_one_would_get() -> None:
@@ -223,20 +223,20 @@ def test_one_that_keeps_all_that_newcomers_may_hold_keeps_no_others_out() -> Non
         while len(world.verdicts) < last:
             for number in world.speeds:
                 world.behave(world.workers[number])
-            hoarder.round, hoarder.version = world.machine.round.number, world.machine.anchor_version
-            hoarder.digest = world.machine.state_digest() or hoarder.digest
+            hoarder.round, hoarder.version = world.scope.round.number, world.scope.anchor_version
+            hoarder.digest = world.scope.state_digest() or hoarder.digest
             world.beat(hoarder, chunks_moved=next(moved))
-            if world.machine.round.phase == "training":
+            if world.scope.round.phase == "training":
                 ask = PeerToCoordinatorRequestLease(samples=10**6, round=hoarder.round, tokens_done=next(moved))
-                world.machine.request_lease(hoarder.peer, ask, world.now_s)
+                world.scope.leasing.request(hoarder.peer, ask, world.now_s)
                 world.settle()
             world.tick(TURN_S)
 
     pass_rounds(4)
-    assert world.machine.leases.held[hoarder.peer]
+    assert world.scope.leases.held[hoarder.peer]
     world.come(3, 8)
     pass_rounds(RECORD_ROUNDS + 4)
-    assert world.machine.membership.members[D].has_record
+    assert world.scope.membership.members[D].has_record
 
 
 # Accusations ------------------------------------------------------------------------------------------------
@@ -354,15 +354,15 @@ def test_chunks_that_newcomers_move_take_nothing_from_the_others_patience() -> N
     world.go_on(1)
     world.until_planned()
     liars, moved = world.workers[2:4], itertools.count(1)
-    left = world.machine.round.moves_left
+    left = world.scope.round.moves_left
     while left[liars[0].peer]:
         world.beat(liars[0], chunks_moved=next(moved))
     for worker in liars:
-        parts = world.machine.round.plan.parts if world.machine.round.plan else ()
+        parts = world.scope.round.plan.parts if world.scope.round.plan else ()
         world.report(worker, wrong=tuple(range(len(parts))))
-    number, until_s = world.machine.round.number, world.now_s + 2 * world.machine.deadlines.report_s
+    number, until_s = world.scope.round.number, world.now_s + 2 * world.scope.deadlines.report_s
     while world.now_s < until_s:
-        assert world.machine.round.number == number
+        assert world.scope.round.number == number
         done = int(world.now_s)
         for worker in world.workers[:2]:
             world.beat(worker, chunks_moved=done)
@@ -422,11 +422,11 @@ def test_accusations_outlive_the_coordinator() -> None:
     world = UnevenWorld(timed(), [4, 4, 4])
     world.go_on(SOON)
     world.until_planned()
-    assert world.machine.round.plan is not None
-    lies = report(world.machine.round.plan).model_copy(update={"failed": (0,)})
+    assert world.scope.round.plan is not None
+    lies = report(world.scope.round.plan).model_copy(update={"failed": (0,)})
     for worker in world.workers[:2]:
         world.report(worker)
-    world.machine.report(world.workers[2].peer, lies, world.now_s)
+    world.scope.report(world.workers[2].peer, lies, world.now_s)
     (verdict,) = [one for one in world.verdicts if one.accusations] or [world.go_on(1) and world.verdicts[SOON]]
     assert verdict.accusations == (ev.Accusation(by=C, of=A, round=SOON),)
     world.restart()
@@ -492,10 +492,10 @@ def test_a_few_with_little_work_do_not_decide_on_the_state() -> None:
     for number in (2, 3, 4):
         world.come(number, 2)
     world.go_on(RECORD_ROUNDS + 3)
-    assert len(world.machine.membership.recorded()) == 5
+    assert len(world.scope.membership.recorded()) == 5
     world.until_planned()
-    version = world.machine.anchor_version
-    while world.machine.anchor_version == version:
+    version = world.scope.anchor_version
+    while world.scope.anchor_version == version:
         for worker in world.workers[:5]:
             world.report(worker)
     for number, worker in enumerate(world.workers[:5]):
@@ -503,22 +503,22 @@ def test_a_few_with_little_work_do_not_decide_on_the_state() -> None:
         if number >= 2:
             worker.digest = b"e" * 32
         world.beat(worker)
-    assert world.machine.state_digest() == world.workers[0].digest
+    assert world.scope.state_digest() == world.workers[0].digest
     assert [number for number in range(5) if world.view(world.workers[number]).must_resync] == []
     world.until_planned()
-    assert world.machine.round.plan is not None
-    assert [one.peer for one in world.machine.round.plan.members] == [A, B]
+    assert world.scope.round.plan is not None
+    assert [one.peer for one in world.scope.round.plan.members] == [A, B]
     assert all(world.view(worker).must_resync for worker in world.workers[2:5])
 
 
 def test_who_is_put_out_of_office_is_not_back_by_joining_again() -> None:
     world = UnevenWorld(timed(), [8, 8])
     world.go_on(1)
-    member = world.machine.membership.members[B]
+    member = world.scope.membership.members[B]
     member.fail()
     member.fail()
     world.join(world.workers[1])
-    member = world.machine.membership.members[B]
+    member = world.scope.membership.members[B]
     assert (member.barred_rounds, member.failures, member.can_own) == (8, 2, False)
 
 
@@ -551,11 +551,11 @@ class WithholdingWorld(UnevenWorld):
     """The last member's contribution never comes."""
 
     def report(self, worker: Worker, **faults: tuple[int, ...]) -> None:
-        plan, liar = self.machine.round.plan, self.workers[2].peer
+        plan, liar = self.scope.round.plan, self.workers[2].peer
         assert plan is not None
         missing = tuple(index for index, one in enumerate(plan.members) if one.peer == liar != worker.peer)
         said = report(plan).model_copy(update={"undelivered": missing})
-        self.machine.report(worker.peer, said, self.now_s)
+        self.scope.report(worker.peer, said, self.now_s)
         self.machine.tick(self.now_s)
         self.settle()
 
@@ -566,8 +566,8 @@ def test_who_never_delivers_is_left_out_and_gets_no_samples_meanwhile() -> None:
     while len(world.verdicts) < 24:
         rounds += world.go_on(1)
         assert rounds[-1].plan is not None
-        member = world.machine.membership.members[C]
-        if world.machine.round.number < member.out_until:
+        member = world.scope.membership.members[C]
+        if world.scope.round.number < member.out_until:
             assert world.ask(world.workers[2], 6) == []
             world.restart(compact=bool(restarts % 2))
             restarts += 1
@@ -584,8 +584,8 @@ def test_a_batch_is_whole_without_who_never_delivers() -> None:
     assert sum(C in [one.peer for one in verdict.plan.members] for verdict in rounds if verdict.plan) == 4
     world.until_planned()
     for worker in world.workers[:3]:
-        assert world.machine.round.plan is not None
-        world.machine.report(worker.peer, report(world.machine.round.plan, missing=(0,)), world.now_s)
+        assert world.scope.round.plan is not None
+        world.scope.report(worker.peer, report(world.scope.round.plan, missing=(0,)), world.now_s)
     world.tick(TURN_S)
     assert all(one.committed for one in world.go_on(4)), "an aborted round changes nothing"
 
@@ -601,10 +601,10 @@ def test_who_is_never_ready_is_soon_waited_for_no_more() -> None:
         while len(world.verdicts) == ended:
             for number in (0, 1):
                 world.behave(world.workers[number])
-            silent.round = world.machine.round.number
+            silent.round = world.scope.round.number
             silent.version, silent.digest = world.workers[0].version, world.workers[0].digest
             world.beat(silent)
-            if world.machine.round.phase == "training" and not world.machine.leases.held.get(C):
+            if world.scope.round.phase == "training" and not world.scope.leases.held.get(C):
                 world.ask(silent, 2)
             world.tick(TURN_S)
         took_s.append(world.now_s - before_s)
@@ -639,15 +639,15 @@ def test_who_keeps_samples_of_whole_batches_costs_few_of_them_a_patience() -> No
             world.join(hoarder)
             world.sync(hoarder)
             lost += 1
-        hoarder.round, hoarder.version = world.machine.round.number, world.machine.anchor_version
-        hoarder.digest = world.machine.state_digest() or hoarder.digest
-        held = count(world.machine.leases.held.get(hoarder.peer, [])) * TOKENS_PER_SAMPLE
+        hoarder.round, hoarder.version = world.scope.round.number, world.scope.anchor_version
+        hoarder.digest = world.scope.state_digest() or hoarder.digest
+        held = count(world.scope.leases.held.get(hoarder.peer, [])) * TOKENS_PER_SAMPLE
         world.beat(hoarder, chunks_moved=next(moved), tokens_done=held)
-        if world.machine.round.phase == "training":
+        if world.scope.round.phase == "training":
             world.ask(hoarder, 10**6)
         world.tick(TURN_S)
     assert lost <= 6, lost
-    member = world.machine.membership.members[hoarder.peer]
+    member = world.scope.membership.members[hoarder.peer]
     assert member.absences
     world.restart()
 

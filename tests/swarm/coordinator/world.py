@@ -11,6 +11,7 @@ from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_o
 
 from shoal.swarm.averaging.norm_claims import pack, ranges
 from shoal.swarm.coordinator import events as ev
+from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.protocol.identity import Identity
@@ -168,20 +169,20 @@ class Worker:
         self.diverged = None
 
 
-def journaled(machine: PlainRun) -> dict[str, Any]:
+def journaled(scope: RoundScope) -> dict[str, Any]:
     """All that a journal has to bring back."""
-    current = machine.round
+    current = scope.round
     return {
-        "leases": machine.leases,
-        "answered": machine.answered,
-        "model": machine.model,
-        "anchor": (machine.anchor_version, machine.agreed_digest),
-        "verdict": (machine.chain, machine.verdict, machine.loss),
-        "history": machine.history,
-        "counts": (machine.rounds_aborted, machine.tokens_committed, machine.rounds_undone, machine.tokens_undone),
-        "retrained": machine.retrained,
-        "accusations": machine.accusations,
-        "setback": machine.setback,
+        "leases": scope.leases,
+        "answered": scope.leasing.answered,
+        "model": scope.model,
+        "anchor": (scope.anchor_version, scope.agreed_digest),
+        "verdict": (scope.chain, scope.verdict, scope.loss),
+        "history": scope.history,
+        "counts": (scope.rounds_aborted, scope.tokens_committed, scope.rounds_undone, scope.tokens_undone),
+        "retrained": scope.retrained,
+        "accusations": scope.accusations,
+        "setback": scope.setback,
         "members": {
             peer: (
                 (one.entry, one.device, one.alive, one.left, one.trouble),
@@ -196,12 +197,12 @@ def journaled(machine: PlainRun) -> dict[str, Any]:
                     one.suspensions,
                 ),
             )
-            for peer, one in machine.membership.members.items()
+            for peer, one in scope.membership.members.items()
             if one.entry.role == "trainer"
         },
         "versions": {
             peer: (one.joined_version, one.seen_version)
-            for peer, one in machine.membership.members.items()
+            for peer, one in scope.membership.members.items()
             if one.entry.role == "trainer"
         },
         "round": (current.number, current.plan, current.ranges, current.orphans, current.loss),
@@ -211,20 +212,22 @@ def journaled(machine: PlainRun) -> dict[str, Any]:
 
 NOT_FROM_EVENTS = {
     "access",
+    "log",
+    "admission",
+    "leasing",
+    "stage",
     "_sign",
     "_ready_delays",
     "_report_delays",
     "_bandwidths",
     "_outage",
     "_punctuality",
-    "_barrier",
-    "lease_clock",
 }
 """Attributes of a machine that come from its start, or from what is not journaled, and cannot be compared."""
 
 
 def attributes(machine: PlainRun) -> dict[str, Any]:
-    return attributes_of(machine, NOT_FROM_EVENTS)
+    return attributes_of(machine.scope, NOT_FROM_EVENTS) | {"answered": machine.scope.leasing.answered}
 
 
 class World(JournaledWorld[PlainRun]):
@@ -252,6 +255,10 @@ class World(JournaledWorld[PlainRun]):
             self.join(self.workers[number])
             self.sync(self.workers[number])
 
+    @property
+    def scope(self) -> RoundScope:
+        return self.machine.scope
+
     # Events ---------------------------------------------------------------------------------------------
 
     def join(self, worker: Worker, *, new_process: bool = True) -> None:
@@ -260,8 +267,8 @@ class World(JournaledWorld[PlainRun]):
             worker.key = self._keys
         worker.forget()
         worker.running = True
-        self.machine.join(entry(worker.number, worker.key), CPU, self.now_s)
-        self.machine.describe_model(worker.peer, MODEL)
+        self.scope.admission.join(entry(worker.number, worker.key), CPU, self.now_s)
+        self.scope.describe_model(worker.peer, MODEL)
         self.settle()
 
     def sync(self, worker: Worker) -> None:
@@ -281,7 +288,7 @@ class World(JournaledWorld[PlainRun]):
 
     def _has_donor(self, view: RunView) -> bool:
         """Whether somebody who says to hold this state is there to be asked."""
-        holders = self.machine.membership.synced(view.anchor_version, view.state_digest)
+        holders = self.scope.membership.synced(view.anchor_version, view.state_digest)
         return any(worker.running and worker.peer in holders for worker in self.workers)
 
     def lose_all(self, kept: Callable[[int], bool]) -> None:
@@ -297,7 +304,7 @@ class World(JournaledWorld[PlainRun]):
 
     def leave(self, worker: Worker) -> None:
         if self.admitted(worker):
-            self.machine.leave(worker.peer, "done", self.now_s)
+            self.scope.admission.leave(worker.peer, "done", self.now_s)
             self.machine.tick(self.now_s)
         worker.running = False
         worker.forget()
@@ -305,7 +312,10 @@ class World(JournaledWorld[PlainRun]):
 
     def admitted(self, worker: Worker) -> bool:
         try:
-            return self.machine.require_member(entry(worker.number, worker.key).certificate.curve_key) == worker.peer
+            return (
+                self.scope.admission.require_member(entry(worker.number, worker.key).certificate.curve_key)
+                == worker.peer
+            )
         except NotAdmitted:
             return False
 
@@ -319,7 +329,7 @@ class World(JournaledWorld[PlainRun]):
             "tokens_per_s": 40.0,
             "step_s": 0.5,
         }
-        self.machine.heartbeat(worker.peer, heartbeat(**(said | claims)), self.now_s)
+        self.scope.heartbeat(worker.peer, heartbeat(**(said | claims)), self.now_s)
         self.settle()
 
     def ask(self, worker: Worker, samples: int) -> Ranges:
@@ -328,7 +338,7 @@ class World(JournaledWorld[PlainRun]):
 
     def repeat_ask(self, worker: Worker) -> Ranges:
         assert worker.last_ask is not None
-        ranges = self.machine.request_lease(worker.peer, worker.last_ask, self.now_s)
+        ranges = self.scope.leasing.request(worker.peer, worker.last_ask, self.now_s)
         self.settle()
         return ranges
 
@@ -360,16 +370,16 @@ class World(JournaledWorld[PlainRun]):
             "norms": claim(worker.norm),
         }
         try:
-            self.machine.ready(worker.peer, PeerToCoordinatorRoundReady.model_validate(said | claims), self.now_s)
+            self.scope.ready(worker.peer, PeerToCoordinatorRoundReady.model_validate(said | claims), self.now_s)
             self.machine.tick(self.now_s)
         finally:
             self.settle()
 
     def report(self, worker: Worker, **faults: tuple[int, ...]) -> None:
-        plan = self.machine.round.plan
+        plan = self.scope.round.plan
         if plan is not None:
             faults["dropped"] = tuple(i for i in faults.get("dropped", ()) if i < len(plan.members))
-            self.machine.report(worker.peer, report(plan, **faults), self.now_s)
+            self.scope.report(worker.peer, report(plan, **faults), self.now_s)
             self.machine.tick(self.now_s)
             self.settle()
 
@@ -382,13 +392,13 @@ class World(JournaledWorld[PlainRun]):
         return PlainRun(self.run, SIGNER.sign, self.now_s, self.epoch)
 
     def journaled(self, machine: PlainRun) -> dict[str, Any]:
-        return journaled(machine)
+        return journaled(machine.scope)
 
     def attributes(self, machine: PlainRun) -> dict[str, Any]:
         return attributes(machine)
 
     def view(self, worker: Worker) -> RunView:
-        return self.machine.view(worker.peer, self.now_s)
+        return self.scope.view(worker.peer, self.now_s)
 
     # A member that behaves --------------------------------------------------------------------------------
 
@@ -476,9 +486,9 @@ class World(JournaledWorld[PlainRun]):
             case ev.RoundClosing():
                 assert self._phase == "open"
                 assert event.round == len(self.verdicts)
-                if machine.round.phase == "closing" and machine.round.number == event.round:
-                    lead_s = 0 if self.run.algorithm == "virtual_batch" else machine.deadlines.announce_s / 2
-                    assert machine.round.closes_s >= self.now_s + lead_s
+                if machine.scope.round.phase == "closing" and machine.scope.round.number == event.round:
+                    lead_s = 0 if self.run.algorithm == "virtual_batch" else machine.scope.deadlines.announce_s / 2
+                    assert machine.scope.round.closes_s >= self.now_s + lead_s
                 self._phase = "closing"
             case ev.RoundReopened():
                 assert (self._phase, event.round) == ("closing", len(self.verdicts))
@@ -507,7 +517,7 @@ class World(JournaledWorld[PlainRun]):
         assert peers == sorted(set(peers))
         self._ranges = {peer: from_wire(one) for peer, one in zip(peers, event.ranges, strict=True)}
         for one in plan.members:
-            assert one.peer in machine.round.ready or machine.round.number != plan.round
+            assert one.peer in machine.scope.round.ready or machine.scope.round.number != plan.round
             assert one.weight_tokens == count(self._ranges[one.peer]) * TOKENS_PER_SAMPLE
         at = 0
         for part in plan.parts:
@@ -518,7 +528,7 @@ class World(JournaledWorld[PlainRun]):
         assert at == sum(spec.elements for spec in MODEL.layout)
         if self.run.algorithm == "virtual_batch":
             tokens = sum(one.weight_tokens for one in plan.members)
-            forced = self.now_s >= machine.round.opened_s + machine.goal().max_s
+            forced = self.now_s >= machine.scope.round.opened_s + machine.scope.goal().max_s
             assert tokens == self.run.round.tokens or (tokens < self.run.round.tokens and forced)
 
     def _check_verdict(self, event: ev.VerdictGiven) -> None:
@@ -572,29 +582,29 @@ class World(JournaledWorld[PlainRun]):
 
     def check(self) -> None:
         machine = self.machine
-        leases, members = machine.leases, machine.membership
+        leases, members = machine.scope.leases, machine.scope.membership
         everything = sorted(
             [*self.committed, *leases.pool, *(one for ranges in leases.held.values() for one in ranges)]
         )
         assert merge(everything) == ([(0, leases.fresh)] if leases.fresh else [])
         assert count(everything) == leases.fresh, "a sample is in two places"
         for peer in leases.held:
-            assert members.members[peer].is_trainer or peer in machine.round.orphans
-        assert machine.tokens_committed == count(self.committed) * TOKENS_PER_SAMPLE
+            assert members.members[peer].is_trainer or peer in machine.scope.round.orphans
+        assert machine.scope.tokens_committed == count(self.committed) * TOKENS_PER_SAMPLE
         credit = sum(one.tokens_committed for one in members.members.values())
-        assert credit == machine.tokens_committed + machine.tokens_undone
-        assert machine.anchor_version == machine.rounds_committed == len(self.history)
-        verdicts = machine.rounds_committed + machine.rounds_aborted + machine.rounds_undone
+        assert credit == machine.scope.tokens_committed + machine.scope.tokens_undone
+        assert machine.scope.anchor_version == machine.scope.rounds_committed == len(self.history)
+        verdicts = machine.scope.rounds_committed + machine.scope.rounds_aborted + machine.scope.rounds_undone
         assert verdicts == len(self.verdicts)
-        assert machine.round.number == len(self.verdicts)
-        assert (machine.round.plan is not None) == (machine.round.phase == "averaging")
+        assert machine.scope.round.number == len(self.verdicts)
+        assert (machine.scope.round.plan is not None) == (machine.scope.round.phase == "averaging")
         if self.run.algorithm == "virtual_batch":
             assert leases.outstanding() * TOKENS_PER_SAMPLE <= self.run.round.tokens
         version, roster = self._roster
         assert members.roster_version >= version
         assert members.roster() == roster or members.roster_version > version
         self._roster = members.roster_version, members.roster()
-        view = machine.view(peer_name(0), self.now_s)
-        status = machine.status(self.now_s)
+        view = machine.scope.view(peer_name(0), self.now_s)
+        status = machine.scope.status(self.now_s)
         assert view.tokens_in_round == status.tokens_in_round
         assert len(status.members) == sum(one.entry.role == "trainer" for one in members.members.values())
