@@ -1,4 +1,4 @@
-"""Limits on joins, by rate and at a time: asked before anything that costs time, memory or a connection.
+"""Limits on joins, by rate and at a time, asked before anything that costs time, memory or a connection.
 
 A stranger's identity costs nothing, so what is counted is the network that it comes from. Identities that the run knows
 are counted by themselves: a flood of strangers does not keep them out."""
@@ -14,32 +14,31 @@ from shoal.swarm.errors import TryLater
 from shoal.swarm.protocol.run_file import AccessSection
 
 REJOINS_PER_MINUTE = 30
-"""Of one known identity: of a machine that crashes as soon as it is in, and is started again by a script."""
+"""Joins of one known identity, as of a machine that crashes at once and is started again by a script."""
 
 OBSERVERS, OBSERVERS_PER_NETWORK = 64, 32
-"""Guests who look at the run at one time; each stands on everybody's roster."""
+"""Observers at one time; each is on everybody's roster."""
 
 AT_ONCE, AT_ONCE_PER_NETWORK = 64, 16
-"""Joins under way at one time. Each may take some seconds and some sockets, to try whether the newcomer can be
-reached."""
+"""Joins under way at one time. Each may take seconds and sockets, to dial the newcomer back."""
 
 _MAX_BUCKETS = 4096
 
 
 class Buckets:
-    """A token bucket for each key: ``per_minute`` tokens come back, and as many may be taken at once."""
+    """Token buckets by key: ``per_minute`` tokens are refilled, and as many may be taken at once."""
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
         self._left: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
-        """Tokens, and when there were so many; who is not here has all. Those that took one last stand last."""
+        """Tokens and their moment, in the order of use; a key that is missing has all its tokens."""
 
     def wait_s(self, key: Hashable, now_s: float) -> float:
-        """Until there is a token; 0 if there is one."""
+        """Return how long until there is a token; 0 if there is one."""
         return max(0.0, 1.0 - self._tokens(key, now_s)) * 60.0 / self.per_minute
 
     def take(self, key: Hashable, now_s: float) -> None:
-        """One token, of a key that has one."""
+        """Take a token of a key that has one."""
         self._left[key] = (self._tokens(key, now_s) - 1.0, now_s)
         self._left.move_to_end(key)
         while len(self._left) > _MAX_BUCKETS:
@@ -52,22 +51,21 @@ class Buckets:
 
 @dataclass
 class Access:
-    """The limits of one run and what has been used up of them. Not part of the run's history: begins anew with the
-    coordinator."""
+    """Limits of one run and what is used up of them. Not journaled: they begin anew with the coordinator."""
 
     limits: AccessSection
     _in_all: Buckets = field(init=False)
     _networks: Buckets = field(init=False)
     _known: Buckets = field(init=False, default_factory=lambda: Buckets(REJOINS_PER_MINUTE))
     _under_way: dict[bytes, str] = field(init=False, default_factory=dict)
-    """Of joins that are being answered: by CURVE key, the network."""
+    """Networks of the joins that are being answered, by CURVE key."""
 
     def __post_init__(self) -> None:
         self._in_all = Buckets(self.limits.joins_per_minute)
         self._networks = Buckets(self.limits.joins_per_minute_per_network)
 
     def take_known(self, peer: str, now_s: float) -> None:
-        """An identity that the run knows, and has proved to be that, joins. Raises ``TryLater``."""
+        """Count the join of a known identity whose certificate is verified. Raises ``TryLater``."""
         wait_s = self._known.wait_s(peer, now_s)
         if wait_s:
             raise TryLater(
@@ -76,7 +74,7 @@ class Access:
         self._known.take(peer, now_s)
 
     def take(self, network: str, is_observer: bool, now_s: float) -> None:
-        """A stranger wants to join, or to look. Raises ``TryLater``."""
+        """Count the join of a stranger. Raises ``TryLater``."""
         of_network, of_all = (network, is_observer), is_observer
         wait_s = self._networks.wait_s(of_network, now_s)
         if wait_s:
@@ -96,7 +94,7 @@ class Access:
 
     @contextmanager
     def under_way(self, curve_key: bytes, network: str, is_known: bool) -> Iterator[None]:
-        """While a join is answered. Strangers leave room for those who are known. Raises ``TryLater``."""
+        """Hold a place while a join is answered. Strangers leave room for known identities. Raises ``TryLater``."""
         if curve_key in self._under_way:
             raise TryLater("an earlier request of this process to join is being answered: try again in a few seconds")
         most, here = (2 * AT_ONCE, 0) if is_known else (AT_ONCE, list(self._under_way.values()).count(network))
@@ -110,9 +108,10 @@ class Access:
 
 
 def choose_evicted(network: str, newcomers: Iterable[tuple[str, str, int]]) -> str | None:
-    """Choose which of the newcomers, (peer, network, standing) in the order in which they came, has to go for one more
-    from ``network``; None if nobody has to. Places are shared evenly among networks: of the network that has the most,
-    who has the least standing goes, of equals the last to come."""
+    """Return the newcomer that has to leave for one more from ``network``; None if nobody has to.
+
+    ``newcomers``: (peer, network, standing), in the order of joining. Places are shared evenly among networks: of the
+    network that has the most, the newcomer with the least standing leaves, and of equals the last to join."""
     here = list(newcomers)
     counts = Counter(of for _, of, _ in here)
     crowded, most = max(counts.items(), key=lambda one: one[1], default=("", 0))

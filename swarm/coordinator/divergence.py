@@ -1,4 +1,4 @@
-"""Divergence of training itself: claims of it, whether they are believed, and how far the run goes back. Pure.
+"""Divergence of training: claims of it, whether they are believed, and how far the run goes back.
 
 One machine whose work becomes infinite or not a number is at fault itself. Where those with most of the run's work say
 so of the same states, the run is at fault: it goes back to a state that somebody keeps and a verdict vouches for, and
@@ -16,42 +16,41 @@ from shoal.swarm.coordinator.membership import Member, counting, work_of
 from shoal.swarm.coordinator.rollback import History
 
 _PASSED_ROUNDS = 8
-"""So far behind the version where it diverged, what comes then has another cause."""
+"""Versions past the bad one after which another divergence has another cause."""
 
 _FRUITLESS, _RETURNS = 3, 16
-"""So often the run goes back before that without anybody to leave out, or at all. Each time costs the rounds that it
-takes to diverge again, so a run that cannot be helped ends in a few of them."""
+"""How often the run goes back before it is past that point: without suspects, and at all. Each time costs the rounds
+that it takes to diverge again, so a run that cannot be helped ends after a few of them."""
 
 
 class Setback(NamedTuple):
-    """A run that has diverged and gone back, until it is well past that point. ``bad_version``: the newest version that
-    proved bad; ``returns``: how often it went back since; ``fruitless``: without anybody to suspect."""
+    """Record of the rollbacks of a diverged run, until it is well past that point.
+
+    ``bad_version``: the newest version that proved bad; ``returns``: rollbacks since; ``fruitless``: those of them
+    without suspects."""
 
     bad_version: int = 0
     returns: int = 0
     fruitless: int = 0
 
-    @property
-    def kept(self) -> tuple[int, int, int]:
-        """For the journal."""
-        return self.bad_version, self.returns, self.fruitless
-
-    def again(self, bad_version: int, has_suspects: bool) -> Setback:
-        """It goes back once more."""
+    def after_return(self, bad_version: int, has_suspects: bool) -> Setback:
+        """Return the record after one more rollback."""
         return Setback(
             max(self.bad_version, bad_version), self.returns + 1, self.fruitless + (0 if has_suspects else 1)
         )
 
     def passed(self, version: int) -> Setback:
-        """The run is at this version."""
+        """Return the record once the run is at this version."""
         return Setback() if self.returns and version >= self.bad_version + _PASSED_ROUNDS else self
 
 
 @dataclass(frozen=True)
 class Opinion:
-    """``bad_version``: which one those with more than half of the work cannot go on from, if they say so; ``at_fault``:
-    who says it of a version from which such a majority has gone on; ``claims``: the version that each one cannot go on
-    from, where that is of the run."""
+    """Combined claims of divergence.
+
+    ``bad_version``: from which members with more than half of the work cannot go on, if any; ``at_fault``: members that
+    claim it of a version from which such a majority has gone on; ``claims``: by member, the version of the run from
+    which it cannot go on."""
 
     bad_version: int | None = None
     at_fault: frozenset[str] = frozenset()
@@ -60,7 +59,7 @@ class Opinion:
 
 @dataclass(frozen=True)
 class WayBack:
-    """The run can go back to ``version``, of which ``keepers`` have the state, from one that is bad."""
+    """Rollback from ``bad_version`` to ``version``, whose state ``keepers`` have; ``suspects`` are left out."""
 
     version: int
     keepers: tuple[str, ...]
@@ -69,8 +68,10 @@ class WayBack:
 
 
 def opinion(members: Mapping[str, Member], history: History, digest: bytes | None, *, ahead: bool) -> Opinion:
-    """Combine what live trainers say. ``digest``: of the run's newest state; ``ahead``: work for the next version is
-    begun on the one before (``overlap``), so that it takes one version more to show that a state is good."""
+    """Combine the claims of live trainers.
+
+    ``digest``: of the run's newest state; ``ahead``: with ``overlap`` work for the next version starts on the one
+    before, so that it takes one version more to show that a state is good."""
     claims = {
         peer: one.diverged.anchor_version
         for peer, one in members.items()
@@ -93,7 +94,7 @@ def opinion(members: Mapping[str, Member], history: History, digest: bytes | Non
 
 
 def _is_of_run(version: int, claimed: bytes, history: History, digest: bytes | None) -> bool:
-    """Whether that is a state of the run's, and not one that the run has gone back behind already."""
+    """Whether that is a state of the run, and was not undone."""
     if version < len(history.rounds):
         return history.rounds[version].digest == claimed
     return version == len(history.rounds) and digest in (None, claimed)
@@ -106,12 +107,13 @@ def _went_on(member: Member, version: int) -> bool:
 def way_back(
     bad_version: int, setback: Setback, history: History, members: Mapping[str, Member], known: Container[str]
 ) -> WayBack | None:
-    """To the newest state before that version that somebody here keeps; after each return in vain twice as many of the
-    kept states further. None where there is none, or that was tried often enough. ``known``: of whom the run still
-    knows anything, here or not."""
+    """Return the rollback to the newest kept state before ``bad_version``; None without one, or after enough tries.
+
+    After each rollback in vain it goes twice as many of the kept states further back. ``known``: members that the run
+    still knows, here or not."""
     if setback.fruitless >= _FRUITLESS or setback.returns >= _RETURNS:
         return None
-    # What newcomers say to keep counts where nobody with a record keeps anything: else the run ends.
+    # States that only newcomers claim to keep count where no member with a record keeps any, or the run would end.
     kept = _kept(bad_version, history, counting(members, members), members) or _kept(
         bad_version, history, members, members
     )
@@ -128,7 +130,7 @@ def way_back(
 
 
 def _kept(bad_version: int, history: History, peers: Iterable[str], members: Mapping[str, Member]) -> list[int]:
-    """The versions before that one whose states these peers keep, as they say; the newest first."""
+    """Return the versions before ``bad_version`` whose states these peers report to keep, newest first."""
     states = {state for peer in peers if members[peer].is_trainer for state in members[peer].states}
     return sorted(
         {at for at, digest in states if at < bad_version and history.rounds[at].digest == digest}, reverse=True
@@ -136,8 +138,7 @@ def _kept(bad_version: int, history: History, peers: Iterable[str], members: Map
 
 
 def _suspects(version: int, history: History, members: Mapping[str, Member]) -> tuple[str, ...]:
-    """Collect the suspects of the rounds that are undone; nobody where that would be half of the work or more, as then
-    it was no few who spoilt it."""
+    """Return the suspects of the undone rounds; nobody if they did half of the work or more."""
     work = work_of(members)
     found = sorted({peer for one in history.rounds[version:] for peer in one.suspects})
     is_few = 2 * sum(work.get(peer, 0) for peer in found) < sum(work.values())
@@ -148,7 +149,7 @@ def _suspects(version: int, history: History, members: Mapping[str, Member]) -> 
 
 
 def say_way_back(back: WayBack, history: History, members: Mapping[str, Member]) -> str:
-    """The verdict's reason."""
+    """Return the verdict's reason."""
     made = history.rounds[back.version]
     names = [members[peer].entry.name for peer in back.suspects]
     left_out = f"; left out for a while: {', '.join(names[:8])}{' and others' if names[8:] else ''}" if names else ""
@@ -159,7 +160,7 @@ def say_way_back(back: WayBack, history: History, members: Mapping[str, Member])
 
 
 def warning_of(history: History) -> str:
-    """A sentence on the newest committed round's loss, where that is far above what was usual; else empty."""
+    """Return a sentence on the newest committed round's loss if it is far above the usual one; else empty."""
     newest = history.rounds[-1] if history.rounds else None
     usual = usual_loss(history.rounds[:-1], newest.loss) if newest else None
     if newest is None or usual is None:

@@ -1,4 +1,4 @@
-"""Turns of those who ask for the run's history: rounds go before it, and members before guests."""
+"""Reader of the run's history for members and observers: rounds go before it, and members before observers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shoal.swarm.errors import TryLater
 from shoal.swarm.protocol.messages import CoordinatorToPeerVerdicts
 
 _MOST_WAITING = 2
-"""Requests of one peer: one, and another after it has given up waiting for that."""
+"""Requests of one peer: one, and another after it has given up waiting for the first."""
 
 _GUESTS_PAUSES, _LONGEST_PAUSE_S = 4.0, 1.0
-"""After each guest's page, so many times what reading it took."""
+"""Pause after each observer's page, in multiples of the time that reading it took, and at most."""
 
 
 class HistoryReader:
-    """Pages of the journal for members that ask, one at a time: rounds go before history.
+    """Reads pages of the journal, one at a time.
 
-    Guests, of whom anybody with the invite is one, wait for each other and leave most of the time to others, so that
-    however much they ask costs the run a fraction of a core."""
+    Observers, as which anybody with the invite may join, wait for each other, with a pause after each page: their
+    requests cost the run a fraction of a core at most."""
 
     def __init__(self, journal: VerdictSource) -> None:
         self._journal = journal

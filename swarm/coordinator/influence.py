@@ -1,4 +1,4 @@
-"""Bound on how far one contribution may move a round's mean, and suspects when that was too far. Pure.
+"""Bound on how far one contribution may move a round's mean, and suspects when that was too far.
 
 A plan bounds ``weight * norm``: what a contribution adds to the weighted sum. Norms grow with local work, so they are
 compared per token: ``rho`` is the usual norm of a contribution of one token, and ``rho * weight ** power`` that of one
@@ -38,14 +38,14 @@ with next to nothing. Later a linear warm-up rises by less than a tenth in half 
 those lags by a factor of two at most, which the slack has room for: rho need not know the schedule."""
 
 _NEAR = 0.9
-"""Of the bound: whoever comes so near to it is suspected after a divergence."""
+"""Part of the bound from which a contribution is suspected after a divergence."""
 
 _LOSS_RISE = 2.0
-"""So many times the usual loss is worth a warning."""
+"""Factor on the usual loss from which it is worth a warning."""
 
 
 def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], members: Mapping[str, Member]) -> RoundPlan:
-    """The plan with its ``rho``, and with everybody's factor unless the run does without (``averaging.robust``)."""
+    """Return the plan with its ``rho`` and, if the run bounds norms (``averaging.robust``), each member's factor."""
     power = power_of(run)
     carrying = [
         one.model_copy(
@@ -63,37 +63,37 @@ def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], membe
 
 
 def power_of(run: RunFile) -> float:
-    """Exponent by which norms grow with weight under the run's algorithm."""
+    """Return the exponent by which norms grow with weight under the run's algorithm."""
     return _POWER_OF_GRADIENTS if run.algorithm == "virtual_batch" else _POWER_OF_STEPS
 
 
 def level_of(planned: Iterable[PlanMember], counting: Collection[str], power: float) -> float:
-    """The usual norm at one token in a round: the median of those who count, by weight; 0 where they claim nothing."""
+    """Return the usual norm at one token: the weighted median over ``counting`` peers; 0 where they claim nothing."""
     counted = [(one, total_norm(one.norms)) for one in planned if one.peer in counting]
     return weighted_median([(norm / one.weight_tokens**power, one.weight_tokens) for one, norm in counted if norm > 0])
 
 
 def next_rho(past: Sequence[CommittedRound], level: float) -> float:
-    """Of a round at this level, after the committed rounds before it; 0 as long as nobody has claimed anything."""
+    """Return the ``rho`` of a round at this level after the committed ones; 0 while nobody has claimed a norm."""
     known = [one for one in past[-REMEMBERED_ROUNDS:] if one.rho > 0]
     if not known or not level:
         return known[-1].rho if known else level
     levels = [one.level for one in known[1 - REMEMBERED_ROUNDS :] if one.level > 0]
     usual, before = median([*levels, level]), known[-1].rho
     if len(known) < REMEMBERED_ROUNDS:
-        # A first round that claims next to nothing holds nobody down for longer than it is half of all rounds.
+        # The low median: a first round that claims next to nothing bounds others only while it is half of all rounds.
         return min(max(usual, level), _FIRST_RISE * max(before, median_low(levels or [0.0])))
     return min(usual, _RISE * before)
 
 
 def norm_bound(member: PlanMember, rho: float, power: float) -> float:
-    """Bound on the norm of a member's contribution; none for a ``rho`` of 0.
+    """Return the bound on the norm of a member's contribution; infinite for a ``rho`` of 0.
 
-    Whoever does less than in its last committed round brings what that one's encoding lost, scaled to the new weight:
-    so weight times norm may be as large as it was allowed to be then, and never larger.
+    A member that does less than in its last committed round brings what the encoding lost then, scaled to the new
+    weight: weight times norm may be as large as it was allowed to be then.
 
-    Work that earlier rounds were planned with and left out comes on top of its own, up to as much again: so leaving it
-    out on purpose gains nobody more than a factor of two."""
+    Work that earlier rounds left out comes on top, up to as much again: leaving it out on purpose gains at most a
+    factor of two."""
     if not rho:
         return math.inf
     weight, last = float(member.weight_tokens), float(member.last_tokens)
@@ -104,19 +104,21 @@ def norm_bound(member: PlanMember, rho: float, power: float) -> float:
 
 
 def factor_of(member: PlanMember, rho: float, power: float) -> float:
-    """Factor that keeps a contribution within its bound."""
+    """Return the factor that keeps a contribution within its bound."""
     norm, bound = total_norm(member.norms), norm_bound(member, rho, power)
     return 1.0 if norm <= bound else bound / norm
 
 
 def exceeds(member: PlanMember, rho: float, power: float) -> bool:
-    """Whether its claim is above its bound, whatever the run does about it."""
+    """Whether a member's claimed norm is above its bound, even if the run does not enforce that."""
     return factor_of(member, rho, power) < 1.0
 
 
 def suspects_of(plan: RoundPlan, members: Mapping[str, Member], power: float) -> tuple[str, ...]:
-    """Name the suspects if this round turned out to be bad: whoever is at its bound, has no record while others
-    have, or contributes for the first time while others have before. ``members``: as before the round counts."""
+    """Return the suspects in case this round turns out to be bad.
+
+    That is, members near their bound, without a record while others have one, or that contribute for the first time
+    while others have before. ``members``: as before the round is counted."""
     peers = [one.peer for one in plan.members]
     recorded = any(members[peer].has_record for peer in peers)
     older = any(members[peer].rounds_committed for peer in peers)
@@ -130,7 +132,7 @@ def suspects_of(plan: RoundPlan, members: Mapping[str, Member], power: float) ->
 
 
 def weighted_median(values: Iterable[tuple[float, int]]) -> float:
-    """Of (value, weight): the first value that half of the weight is not above; 0 of none."""
+    """Return the lower weighted median of (value, weight); 0 of none."""
     ordered = sorted(values)
     left = sum(weight for _, weight in ordered) / 2
     for value, weight in ordered:
@@ -141,7 +143,7 @@ def weighted_median(values: Iterable[tuple[float, int]]) -> float:
 
 
 def usual_loss(past: Sequence[CommittedRound], loss: float | None) -> float | None:
-    """The loss that was usual, where this one is far above it and still rising; else None."""
+    """Return the usual loss if this one is far above it and still rising; else None."""
     losses = [one.loss for one in past[-REMEMBERED_ROUNDS:] if one.loss is not None]
     if loss is None or len(losses) < 3:
         return None

@@ -10,23 +10,23 @@ from shoal.swarm.sample_ranges import Ranges, count, covers, merge, subtract, wi
 # The ledger -------------------------------------------------------------------------------------------------
 
 MAX_FRAGMENTS = 256
-"""Ranges in one lease: well below ``MAX_RANGES``, which a member's whole work has to fit into."""
+"""Most ranges in one lease: well below ``MAX_RANGES``, which a member's whole work has to fit into."""
 
 
 @dataclass
 class LeaseLedger:
-    """Every sample below ``fresh`` is committed, in the pool, or with exactly one peer."""
+    """Ledger of samples: each one below ``fresh`` is committed, in the pool, or held by exactly one peer."""
 
     fresh: int = 0
     pool: Ranges = field(default_factory=list)
     held: dict[str, Ranges] = field(default_factory=dict)
 
     def outstanding(self) -> int:
-        """Samples that are with somebody and not committed."""
+        """Return the number of samples that peers hold."""
         return sum(count(ranges) for ranges in self.held.values())
 
     def choose(self, samples: int) -> Ranges:
-        """The next ``samples`` to lease: returned ones first; fewer where they are in too many pieces."""
+        """Return the next ``samples`` to lease, returned ones first; fewer where they are in too many pieces."""
         chosen: Ranges = []
         missing = samples
         for start, stop in self.pool[:MAX_FRAGMENTS]:
@@ -39,27 +39,27 @@ class LeaseLedger:
         return merge(chosen)
 
     def grant(self, peer: str, ranges: Ranges) -> None:
-        """``ranges`` that were in the pool, or new, are with ``peer`` now; what new ones skip is in the pool."""
+        """Give ``ranges`` from the pool, or new ones, to ``peer``; samples that new ones skip go to the pool."""
         fresh = max([self.fresh, *(stop for _, stop in ranges)])
         self.pool = subtract(merge([*self.pool, (self.fresh, fresh)]), merge(ranges))
         self.fresh = fresh
         self.held[peer] = merge([*self.held.get(peer, []), *ranges])
 
     def holds(self, peer: str, ranges: Ranges) -> bool:
-        """Whether all of them are with ``peer``."""
+        """Whether ``peer`` holds all of them."""
         return covers(self.held.get(peer, []), merge(ranges))
 
     def commit(self, peer: str, ranges: Ranges) -> None:
-        """They are part of the anchor now."""
+        """Note that samples of ``peer`` are in the anchor."""
         self._take(peer, ranges)
 
     def uncommit(self, ranges: Ranges) -> None:
-        """They are part of no anchor any more, and for whoever comes; so is all that anybody holds."""
+        """Return samples that are no longer in the anchor to the pool, and everything that peers hold."""
         held = [one for mine in self.held.values() for one in mine]
         self.pool, self.held = merge([*self.pool, *ranges, *held]), {}
 
     def give_back(self, peer: str, keep: Ranges | None = None) -> None:
-        """What ``peer`` holds is for others, all but ``keep``."""
+        """Return what ``peer`` holds to the pool, all but ``keep``."""
         held = self.held.get(peer, [])
         free = subtract(held, merge(keep or []))
         self._take(peer, free)
@@ -77,13 +77,13 @@ class LeaseLedger:
 
 
 def epochs_covered(leases: LeaseLedger, samples: int) -> int:
-    """So many epochs, from the first on, have all their samples committed."""
+    """Return how many epochs, from the first on, have all their samples committed."""
     open_from = [ranges[0][0] for ranges in (leases.pool, *leases.held.values()) if ranges]
     return min([leases.fresh, *open_from]) // samples
 
 
 def coverage_of(leases: LeaseLedger, samples: int) -> tuple[Coverage, ...]:
-    """Of the newest epoch that was begun and of those before it, the oldest first; as many as a status has room for."""
+    """Return the coverage of the newest epochs, oldest first; as many as a status has room for."""
     newest = max(0, leases.fresh - 1) // samples
     return tuple(_one(leases, epoch, samples) for epoch in range(max(0, newest + 1 - MAX_EPOCHS), newest + 1))
 
@@ -100,8 +100,9 @@ def _one(leases: LeaseLedger, epoch: int, samples: int) -> Coverage:
 
 @dataclass
 class RetrainedSamples:
-    """Samples that were trained on and have to be once more: ``lost`` as their contributor died in its round,
-    ``undone`` as their round was. Each once, until its epoch is covered."""
+    """Samples that have to be trained on once more, until their epoch is covered.
+
+    ``lost``: their contributor died in its round; ``undone``: their round was undone."""
 
     lost: Ranges = field(default_factory=list)
     undone: Ranges = field(default_factory=list)
@@ -113,9 +114,9 @@ class RetrainedSamples:
         self.undone = merge([*self.undone, *subtract(merge(ranges), self.undone)])
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
-        """How many lost ones and undone ones are among the samples ``start <= s < stop``."""
+        """Return how many of the samples ``start <= s < stop`` are lost, and how many undone."""
         return within(self.lost, start, stop), within(self.undone, start, stop)
 
     def forget(self, stop: int) -> None:
-        """All samples below ``stop`` are committed."""
+        """Forget the samples below ``stop``: all are committed."""
         self.lost, self.undone = subtract(self.lost, [(0, stop)]), subtract(self.undone, [(0, stop)])

@@ -1,4 +1,4 @@
-"""Members of the run: who is alive, and who holds which state. Time is an argument."""
+"""Members of a scope: those that are alive, the states that they hold, and the roster."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from shoal.swarm.protocol.types import (
 T = TypeVar("T")
 
 _FIRST_BAR, _LONGEST_BAR = 4, 64
-"""Rounds."""
+"""Rounds without parts to own, after the first failure and at most."""
 
 _FIRST_SUSPENSION, _LONGEST_SUSPENSION = 8, 1024
-"""Rounds."""
+"""Rounds of a member's first suspension, and at most."""
 
 RECORD_ROUNDS = 8
 """Committed rounds with a member's contribution in them until it has a record."""
@@ -36,16 +36,16 @@ _MISSED, _LONGEST_ABSENCE = 2, 64
 """Rounds in a row without a member's contribution until it is left out, and for how many at most."""
 
 _TOLD_TROUBLES = 64
-"""In one status: a message has room for so much."""
+"""Most troubles in one status: a message has room for so many."""
 
 _REMEMBERED_STRANGERS = 256
-"""Members that left without any trace in the run: of more, those that joined first are forgotten."""
+"""Most departed members without a trace in the run; of more, those that joined first are forgotten."""
 
 _REMEMBERED_KEYS = 4096
-"""Of replaced processes: of more, those that were replaced first are forgotten, and have given up by then."""
+"""Most keys of replaced processes; of more, the earliest are forgotten, whose processes have given up by then."""
 
 _LOGGED_CHANGES = 512
-"""Of the roster: whoever is further behind gets it as a whole."""
+"""Most changes of the roster that are kept; a member further behind gets the whole roster."""
 
 
 @dataclass
@@ -116,12 +116,12 @@ class Member:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has said more of itself than that it is there."""
+        """Whether the member has reported anything but that it is alive."""
         return self.anchor_version is not None or bool(self.kept) or self.headway != Headway()
 
     @property
     def has_record(self) -> bool:
-        """Whether enough of its work was committed for its word to count beside that of others with a record."""
+        """Whether enough of the member's work was committed for its reports to decide."""
         return self.rounds_committed >= RECORD_ROUNDS
 
     @property
@@ -130,28 +130,29 @@ class Member:
 
     @property
     def can_own(self) -> bool:
-        """Whether it may reduce a part."""
+        """Whether the member may reduce a part."""
         return self.can_be_reached and not self.barred_rounds
 
     @property
     def can_be_reached(self) -> bool:
-        """Whether it might reduce a part if nobody who has been delivering can."""
+        """Whether the member may reduce a part if no reliable member can."""
         return self.entry.role == "trainer" and self.entry.reachable
 
     def fail(self) -> None:
-        """Twice as long out of office each time: a bad hour is forgotten, a bad link is seldom tried."""
+        """Bar the member from owning parts, twice as long each time: a bad link is tried seldom."""
         self.barred_rounds = min(_FIRST_BAR << min(self.failures, 8), _LONGEST_BAR)
         self.failures += 1
 
     def suspend(self, current_round: int) -> None:
-        """From the next round on: twice as long each time, as a lie may be repeated and a mistake seldom is."""
+        """Suspend the member from the next round on, twice as long each time."""
         rounds = min(_FIRST_SUSPENSION << min(self.suspensions, 16), _LONGEST_SUSPENSION)
         self.suspended_until = current_round + 1 + rounds
         self.suspensions += 1
 
     def miss(self, round_number: int) -> None:
-        """Its contribution to this round was waited for and did not come. After two rounds in a row it is left out for
-        2, 4, 8 … rounds, and after each of these absences already for the next miss."""
+        """Note that the member's contribution was waited for and did not come.
+
+        After two rounds in a row it is left out for 2, 4, 8 … rounds; after an absence, already for the next miss."""
         self.missed += 1
         if self.missed >= _MISSED:
             self.absences += 1
@@ -159,24 +160,24 @@ class Member:
             self.out_until = round_number + 1 + min(2 ** min(self.absences, 8), _LONGEST_ABSENCE)
 
     def deliver(self) -> None:
-        """A round was committed with its contribution."""
+        """Note that a round was committed with the member's contribution."""
         self.missed = 0
         self.absences = max(0, self.absences - 1)
 
     @property
     def states(self) -> set[tuple[int, bytes]]:
-        """All that it has told of, by version and digest: the state that it holds, and those that it keeps."""
+        """Return all states that the member reports to hold or keep, as (version, digest)."""
         held = {(self.anchor_version, self.state_digest)} if self.anchor_version is not None else set()
         return {(version, digest) for version, digest in held if digest is not None} | {
             (one.anchor_version, one.digest) for one in self.kept
         }
 
     def forget_progress(self) -> None:
-        """Its uncommitted work is lost."""
+        """Forget uncommitted work, which is lost."""
         self.tokens_done = self.tokens_ahead = 0
 
     def enter_round(self, is_committed: bool) -> None:
-        """The next round begins: with what was done ahead, and with this one's work unless that is committed."""
+        """Start the next round with the work done ahead, and with this one's unless that is committed."""
         self.tokens_done = self.tokens_ahead + (0 if is_committed else self.tokens_done)
         self.tokens_ahead = 0
         self.barred_rounds = max(0, self.barred_rounds - is_committed)
@@ -184,22 +185,22 @@ class Member:
 
 @dataclass
 class Membership:
-    """The members by peer id, and the roster's version, which every change of it raises.
+    """Members by peer id, and the roster with its version.
 
     Members stay known after they left; observers are forgotten, so that looking at a run leaves no traces."""
 
     members: dict[str, Member] = field(default_factory=dict)
     roster_version: int = 0
     replaced: dict[bytes, None] = field(default_factory=dict)
-    """CURVE keys of processes in whose place another one of the same identity has joined, in that order."""
+    """CURVE keys of processes that another one of the same identity has replaced, in that order."""
     _changes: deque[tuple[int, str]] = field(
         default_factory=lambda: deque(maxlen=_LOGGED_CHANGES), compare=False, repr=False
     )
-    """The roster's last versions, and whose coming or going made each."""
+    """The roster's last versions, and the peer that joined or left in each."""
     _states: int = field(default=0, compare=False)
-    """How often some member's heartbeat has named another state than the one before, or a round was committed."""
+    """Number of changes of members' states, and of committed rounds."""
     _remembered: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
-    """What all members together amount to: asked for with every message of every one of them."""
+    """Cached results over all members, which every message of every member needs."""
 
     def join(self, event: MemberJoined, now_s: float, anchor_version: int) -> None:
         earlier = self.members.get(event.entry.peer)
@@ -242,8 +243,9 @@ class Membership:
         member.forget_progress()
 
     def forget_strangers(self, left_traces: Callable[[str], bool]) -> list[str]:
-        """Of those that left and did nothing here that ``left_traces``, all but the last are forgotten, as identities
-        cost nothing. Returns whom."""
+        """Forget and return members that left and did nothing that ``left_traces``, all but the last ones.
+
+        Identities cost nothing, so there may be any number of them."""
         gone = [peer for peer, member in self.members.items() if not member.alive]
         strangers = [peer for peer in gone if not left_traces(peer)] if len(gone) > _REMEMBERED_STRANGERS else []
         forgotten = strangers[: max(0, len(strangers) - _REMEMBERED_STRANGERS)]
@@ -252,13 +254,13 @@ class Membership:
         return forgotten
 
     def advance(self, anchor_version: int) -> None:
-        """The run is at this version now, a newer one; somebody may have a record since."""
+        """Note that the run is at a newer version, with which a member may have got a record."""
         self._states += 1
         for member in self.trainers().values():
             member.seen_version = anchor_version
 
     def go_back(self, anchor_version: int) -> None:
-        """The run is at this version again: what anybody saw or did since counts no more."""
+        """Note that the run is at an earlier version: what members saw or did since counts no more."""
         for member in self.members.values():
             member.joined_version = min(member.joined_version, anchor_version)
             member.seen_version = min(member.seen_version, anchor_version)
@@ -268,9 +270,9 @@ class Membership:
             member.forget_progress()
 
     def hear(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, current_round: int, now_s: float) -> bool:
-        """Take over what a heartbeat says; returns whether it shows progress in the averaging.
+        """Take over a heartbeat. Returns whether it shows progress in the averaging.
 
-        Tokens of a peer that has not heard of the latest verdict yet may be committed already: not counted."""
+        Tokens of a peer that does not know the latest verdict are not counted, as they may be committed already."""
         member = self.members[peer]
         moved = heartbeat.chunks_moved > member.chunks_moved
         if _progress(heartbeat) != _progress(member):
@@ -303,18 +305,18 @@ class Membership:
         return moved
 
     def silent(self, now_s: float, dead_s: float) -> list[str]:
-        """Members that have been silent for too long."""
+        """Return members that have been silent for too long."""
         return [peer for peer, member in self.members.items() if member.alive and now_s - member.heard_s > dead_s]
 
     def excuse(self, seconds: float, now_s: float) -> None:
-        """Nobody could be heard for so long, for reasons of our own."""
+        """Exclude a time in which the coordinator could hear nobody."""
         for member in self.members.values():
             member.heard_s = min(now_s, member.heard_s + seconds)
             member.progress_s = min(now_s, member.progress_s + seconds)
             member.worked_s = min(now_s, member.worked_s + seconds)
 
     def kept(self) -> tuple[tuple[MemberKept, ...], tuple[bytes, ...]]:
-        """For a snapshot: all but observers, and the keys of processes in whose place others have come."""
+        """Return all members but observers, and the keys of replaced processes, for a snapshot."""
         names = MemberKept.model_fields
         members = [one for one in self.members.values() if one.entry.role != "observer"]
         return tuple(MemberKept(**{name: getattr(one, name) for name in names}) for one in members), tuple(
@@ -322,7 +324,7 @@ class Membership:
         )
 
     def restore(self, members: Iterable[MemberKept], replaced: Iterable[bytes], epoch: int, now_s: float) -> None:
-        """Take over what a snapshot has. Nobody is here yet; whoever was alive is heard of as of now."""
+        """Take over a snapshot's members. Those that were alive count as heard now."""
         for kept in members:
             known = {name: getattr(kept, name) for name in MemberKept.model_fields}
             activity = "joining" if kept.alive else "gone"
@@ -334,11 +336,11 @@ class Membership:
         return peer in self.members and self.members[peer].entry.role == "observer"
 
     def places_left(self, role: Role) -> int:
-        """How many more of them the messages have room for."""
+        """Return how many more members of a role the messages have room for."""
         return MAX_MEMBERS - sum(one.alive and one.entry.role == role for one in self.members.values())
 
     def roster_news(self, version: int) -> tuple[tuple[RosterEntry, ...] | None, RosterDelta | None]:
-        """For whoever has that version of the roster: the whole one, or what has changed since, or nothing."""
+        """Return the whole roster, or what has changed since ``version``, or nothing if that is the newest."""
         if version == self.roster_version:
             return None, None
         if not 0 < self.roster_version - version <= len(self._changes):  # versions that nobody can have are not kept
@@ -347,7 +349,7 @@ class Membership:
         return (None, delta) if delta is not None else (self.roster(), None)
 
     def _delta(self, since: int) -> RosterDelta | None:
-        """What has changed; None where nobody knows any more."""
+        """Return the changes since a version; None if they are not all kept."""
         changed = [peer for _, peer in takewhile(lambda one: one[0] > since, reversed(self._changes))]
         if len(changed) != self.roster_version - since:  # versions were left out when the coordinator started
             return None
@@ -367,13 +369,13 @@ class Membership:
         )
 
     def recorded(self) -> Mapping[str, Member]:
-        """Live trainers with a record."""
+        """Return the live trainers with a record."""
         return self._remember(
             ("recorded",), lambda: {peer: member for peer, member in self.trainers().items() if member.has_record}
         )
 
     def holder(self, curve_key: bytes) -> str | None:
-        """The live member whose process holds this key, if any."""
+        """Return the live member whose process holds this key, if any."""
         holders = self._remember(
             ("holders",),
             lambda: {one.entry.certificate.curve_key: peer for peer, one in self.members.items() if one.alive},
@@ -381,7 +383,7 @@ class Membership:
         return holders.get(curve_key)
 
     def synced(self, anchor_version: int, digest: bytes | None) -> Mapping[str, Member]:
-        """Live trainers that hold this anchor version, with this digest if it is agreed on."""
+        """Return the live trainers that hold this anchor version, with this digest unless that is None."""
         return self._remember(
             ("synced", anchor_version, digest),
             lambda: {
@@ -394,7 +396,7 @@ class Membership:
         )
 
     def common_digest(self, anchor_version: int) -> bytes | None:
-        """The digest that witnesses of this anchor version report, those with most of the work."""
+        """Return the digest that the witnesses of this version with most of the work report."""
 
         def answer() -> bytes | None:
             holders = self.synced(anchor_version, None)
@@ -404,7 +406,7 @@ class Membership:
         return self._remember(("digest", anchor_version), answer)
 
     def _remember(self, question: tuple[Any, ...], answer: Callable[[], T]) -> T:
-        """The answer, until somebody comes, goes or changes its state; then all answers are forgotten."""
+        """Return a cached answer, until a member joins, leaves or changes its state."""
         now = (self.roster_version, self._states)
         if self._remembered.get(()) != now:
             self._remembered = {(): now}
@@ -414,7 +416,7 @@ class Membership:
         return known
 
     def status(self, anchor_version: int, digest: bytes | None, current_round: int = 0) -> tuple[MemberStatus, ...]:
-        """Those that are here first; of a run that very many have left, not all of them."""
+        """Return the members for a status, live ones first, as many as a message has room for."""
         synced = self.synced(anchor_version, digest)
         total = sum(member.tokens_committed for member in self.members.values())
         recorded = [(peer, member) for peer, member in self.members.items() if member.entry.role != "observer"]
@@ -446,29 +448,31 @@ class Membership:
 
 
 def _progress(of: Member | PeerToCoordinatorHeartbeat) -> tuple[Any, ...]:
-    """What changes in whatever a member says while it gets on with anything."""
+    """Return the reported values that change while a member makes progress."""
     state = of.anchor_version, of.state_digest, of.kept, of.headway
     return *state, of.activity, of.chunks_moved, of.bytes_received, of.tokens_done
 
 
 def counting(members: Mapping[str, Member], peers: Iterable[str]) -> list[str]:
-    """Those of these peers whose word steers others: the ones with a record, or all where none of them has one."""
+    """Return the peers whose reports decide: those with a record, or all where none of them has one."""
     peers = list(peers)
     return [peer for peer in peers if members[peer].has_record] or peers
 
 
 def witnesses(members: Mapping[str, Member], holders: Iterable[str], anchor_version: int) -> list[str]:
-    """Of these holders of a version those who were here when it was made, and know it from the round itself; all of
-    them when none was. What others bring from their disks may be of a round that was undone. Of those the ones with a
-    record, if any has one: newcomers, however many, do not outvote them."""
+    """Return the holders of a version whose reports on its digest decide.
+
+    Those that were here when it was made, if any, as a state from a disk may be of an undone round; and of them those
+    with a record, if any, so that newcomers do not outvote them."""
     holders = list(holders)
     present = [peer for peer in holders if members[peer].joined_version < anchor_version] or holders
     return counting(members, present)
 
 
 def work_of(members: Mapping[str, Member]) -> dict[str, int]:
-    """Weigh each one's word: by the tokens that it has committed, of those with a record; while nobody has one, by its
-    rounds, as the first claims of how much was done are nobody's proof; and before any round, everybody alike."""
+    """Return the weight of each member's reports: the committed tokens of members with a record.
+
+    While nobody has a record, its committed rounds, as claims of much work prove nothing yet; before any round, 1."""
     recorded = {peer: one.tokens_committed if one.has_record else 0 for peer, one in members.items()}
     for work in (recorded, {peer: one.rounds_committed for peer, one in members.items()}):
         if any(work.values()):
@@ -477,8 +481,9 @@ def work_of(members: Mapping[str, Member]) -> dict[str, int]:
 
 
 def weightiest(digests: Mapping[str, bytes | None], members: Mapping[str, Member]) -> bytes | None:
-    """The digest that those with most of the work say, by peer; of equals the one that most say, then the smallest, so
-    that any two judges agree; None where nobody says any."""
+    """Return the digest with most of the work behind it, from ``digests`` by peer; None where there is none.
+
+    Of equals the one that most peers report, then the smallest, so that any two judges agree."""
     said = {peer: digest for peer, digest in digests.items() if digest is not None}
     work = work_of({peer: members[peer] for peer in said})
     heads, behind = Counter(said.values()), Counter[bytes]()

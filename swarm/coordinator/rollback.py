@@ -1,4 +1,4 @@
-"""Rollback of a run whose newest state nobody holds any more: whom to wait for, and how far it goes back."""
+"""Rollback of a run whose newest state nobody holds any more: how long to wait, and to which version it goes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from shoal.swarm.sample_ranges import Ranges
 
 
 class CommittedRound(NamedTuple):
-    """What took the anchor from one version to the next. ``digest``: of the state that the round was planned on;
-    ``took_s``: how long the run was at it; ``ranges``: the samples in its mean; ``level``: the usual norm of its
-    contributions at one token, and ``rho`` the plan's bound of it; ``loss``: the median of its members';
-    ``suspects``: who might be to blame if it proves to be bad (``influence.py``)."""
+    """A round that took the anchor from one version to the next.
+
+    ``digest``: of the state that it was planned on; ``took_s``: its duration; ``ranges``: the samples in its mean;
+    ``level``: the usual norm of its contributions at one token, and ``rho`` the plan's bound of it; ``loss``: the
+    median of its members' losses; ``suspects``: members to blame if it proves bad (``influence.py``)."""
 
     round: int
     digest: bytes
@@ -33,41 +34,41 @@ class CommittedRound(NamedTuple):
 
 @dataclass
 class History:
-    """The committed rounds behind the anchor, one a version: ``rounds[v]`` was planned on version v and made v + 1.
+    """Committed rounds in the anchor, one a version: ``rounds[v]`` was planned on version v and made v + 1.
 
-    Its digests are what the verdicts vouch for: each stands in the plan of a committed round. Kept whole, as somebody
-    may bring a state of any version: some hundred bytes a round."""
+    Verdicts vouch for its digests: each is in the plan of a committed round. All are kept, as a member may bring a
+    state of any version: some hundred bytes a round."""
 
     rounds: list[CommittedRound] = field(default_factory=list)
 
     def newest_kept(self, kept: set[tuple[int, bytes]]) -> int | None:
-        """The newest version before the present one that is kept, with the digest that is vouched for."""
+        """Return the newest version before the present one that is kept with the vouched digest."""
         return max(
             (one for one, digest in kept if one < len(self.rounds) and self.rounds[one].digest == digest), default=None
         )
 
     def cost_s(self, version: int) -> float:
-        """How long the run was at what going back to ``version`` undoes."""
+        """Return the duration of the rounds that going back to ``version`` undoes."""
         return sum(one.took_s for one in self.rounds[version:])
 
     def before(self, number: int) -> tuple[int, int]:
-        """The version that this committed round was planned on, and all tokens behind it."""
+        """Return the version that this committed round was planned on, and all tokens in it."""
         version = next(at for at, one in enumerate(self.rounds) if one.round == number)
         return version, sum(one.tokens for one in self.rounds[:version])
 
     def undo(self, version: int) -> tuple[int, int, Ranges]:
-        """Forget what came after ``version``; returns how many rounds, their tokens and their samples."""
+        """Forget the rounds after ``version``. Returns their number, their tokens and their samples."""
         undone, self.rounds = self.rounds[version:], self.rounds[:version]
         return len(undone), sum(one.tokens for one in undone), [each for one in undone for each in one.ranges]
 
     def pack(self) -> bytes:
-        """For the journal."""
+        """Return the rounds as bytes, for the journal."""
         data: bytes = msgpack.packb(self.rounds)
         return data
 
     @classmethod
     def unpack(cls, data: bytes) -> History:
-        """Raises ``StorageError`` when it is none of ours."""
+        """Return the history of ``pack``'s bytes. Raises ``StorageError`` if this release cannot read them."""
         try:
             return cls([CommittedRound(*one) for one in msgpack.unpackb(data, use_list=False)])
         except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -76,8 +77,9 @@ class History:
 
 @dataclass(frozen=True)
 class Return:
-    """The run can go back to ``version``, of which ``keepers`` have the state. ``awaited``: peers that may bring a
-    newer one; ``in_s``: how much longer it is worth waiting for them."""
+    """Possible rollback to ``version``, whose state ``keepers`` have.
+
+    ``awaited``: peers that may bring a newer state; ``in_s``: how much longer it is worth waiting for them."""
 
     version: int
     keepers: tuple[str, ...]
@@ -90,30 +92,28 @@ class Return:
 
 
 class Outage:
-    """The time without anybody who holds the newest state, while somebody is here who could go back. Not journaled: a
-    coordinator that restarts waits anew.
+    """Time without a holder of the newest state, while a member is here that has an earlier one. Not journaled.
 
-    To go back too early costs the rounds that are undone, too late the time that was waited. So we wait as long as the
-    rounds took, and never pay more than twice what the better of the two would have cost (ski rental: Karlin, Manasse,
-    Rudolph, Sleator 1988); at least as long as a machine takes to start, and no longer than there is somebody left who
-    may have something newer."""
+    Going back too early costs the undone rounds, too late the time of waiting. So the run waits as long as the rounds
+    took, and never pays more than twice the cheaper of the two (ski rental: Karlin, Manasse, Rudolph, Sleator 1988);
+    at least as long as a machine takes to start, and only while a peer is left that may have a newer state."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self._since_s: float | None = None
 
     def end(self) -> None:
-        """Somebody holds the newest state, or nobody is here."""
+        """Note that a member holds the newest state, or that nobody is here."""
         self._since_s = None
 
     def look(
         self, now_s: float, history: History, agreed_digest: bytes | None, members: Mapping[str, Member]
     ) -> Return | None:
-        """How the run stands without a holder; None while nobody here has told of a state that is vouched for.
+        """Return the possible rollback; None while nobody here has reported a state that a verdict vouches for.
 
-        ``agreed_digest``: of the newest state, if that is known."""
+        ``agreed_digest``: of the newest state, if known."""
         here = {peer: one for peer, one in members.items() if one.is_trainer and one.states}
-        believed = counting(here, here)  # a newcomer may say to keep what nobody has
+        believed = counting(here, here)  # a newcomer may claim to keep what nobody has
         version = history.newest_kept({state for peer in believed for state in here[peer].states})
         if version is None:
             self._since_s = None
@@ -135,18 +135,18 @@ class Outage:
         )
 
     def saw_progress(self, now_s: float, member: Member, history: History) -> None:
-        """Of a member that gets results or a state: it may be about to have the newest one."""
+        """Start the wait anew as a member gets results or a state: it may be about to have the newest one."""
         if self._since_s is not None and (_may_finish(member, history) or member.has_record):
             self._since_s = now_s
 
     def excuse(self, seconds: float) -> None:
-        """We stood still for so long: nobody was late."""
+        """Exclude a time in which the coordinator stood still: nobody was late."""
         if self._since_s is not None:
             self._since_s += seconds
 
 
 def _may_finish(member: Member, history: History) -> bool:
-    """Whether it was here when the newest version was committed, holds the one before, and so may be making it."""
+    """Whether a member saw the newest version committed and holds the one before, so that it may be making it."""
     newest = len(history.rounds)
     before = (newest - 1, history.rounds[-1].digest) if history.rounds else None
     return (
@@ -155,7 +155,7 @@ def _may_finish(member: Member, history: History) -> bool:
 
 
 def _keeps(member: Member, version: int, digest: bytes | None) -> bool:
-    """Whether it has told of that state, and so may be loading it; of any one of that version for ``digest`` None."""
+    """Whether a member keeps that state, and so may be loading it; any of that version for ``digest`` None."""
     return any(kept == version and digest in (None, of) for kept, of in member.states)
 
 
@@ -167,7 +167,7 @@ def _may_keep_newer(member: Member, version: int) -> bool:
 
 
 def say_return(back: Return, history: History, here: int) -> str:
-    """The verdict's reason: which version, why, and what vouches for it. ``here``: how many could have kept one."""
+    """Return the verdict's reason. ``here``: how many members could have kept a state."""
     made = history.rounds[back.version]
     return (
         f"nobody holds anchor version {len(history.rounds)} any more: back to version {back.version} "
@@ -177,7 +177,7 @@ def say_return(back: Return, history: History, here: int) -> str:
 
 
 def say_outlook(version: int, digest: bytes | None, back: Return | None, members: Mapping[str, Member]) -> str:
-    """For people who wonder why nothing happens while nobody holds ``version``; ``digest``: of its state, if known."""
+    """Return what the run waits for while nobody holds ``version``. ``digest``: of its state, if known."""
     loading = [one.entry.name for one in members.values() if one.is_trainer and _keeps(one, version, digest)]
     if loading:
         return f"nobody here holds version {version} yet: {_few(loading)} should be loading it"

@@ -1,4 +1,4 @@
-"""The life of a round as decisions: when it closes, how long to wait, how it ends. Pure functions on plain values."""
+"""Rules of a round, on plain values: when it closes, how long to wait, and how it ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from shoal.swarm.sample_ranges import Ranges
 
 @dataclass
 class Round:
-    """The one open round. Moments are on the coordinator's clock. ``ranges``: the samples behind the plan's
-    members; ``orphans``: those of them that were lost since, back or not. ``moves_left``: how often chunks that
-    each member moves can still put the verdict off. ``expected``: the plan that was announced with the closing, until
-    one of its members leaves or another plan is made."""
+    """State of the open round. Moments are on the coordinator's clock.
+
+    ``ranges``: by member of the plan, its samples; ``orphans``: those members that have left since, whether they
+    rejoined or not. ``moves_left``: how often a member's moved chunks can still put off the verdict. ``expected``: the
+    plan that was announced with the closing, until one of its members leaves or another plan is made."""
 
     number: int
     phase: Phase = "waiting"
@@ -45,7 +46,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Goal:
-    """When a round has enough: ``tokens`` reached or ``max_s`` passed. ``exact``: not one token more."""
+    """When a round has enough: ``tokens`` reached or ``max_s`` passed. ``exact``: no more than these tokens."""
 
     tokens: int
     max_s: float
@@ -63,7 +64,7 @@ def is_over(ends: RunSection, tokens_committed: int, rounds_committed: int, elap
 
 @dataclass(frozen=True)
 class Work:
-    """One member's uncommitted work as it says, believed as far as its leases cover it."""
+    """One member's uncommitted work as it reports it, believed as far as its leases cover it."""
 
     done_tokens: int
     tokens_per_s: float
@@ -76,21 +77,21 @@ class Work:
         return min(self.done_tokens, self.leased_tokens)
 
     def tokens_at(self, now_s: float, opened_s: float) -> float:
-        """Extrapolated from the last heartbeat; before the round was opened, nobody trained for it."""
+        """Return the tokens extrapolated from the last heartbeat, for at most 5 s and not from before the round."""
         passed_s = min(now_s - max(self.heard_s, opened_s), 5.0)
         return min(self.done_tokens + self.tokens_per_s * passed_s, self.leased_tokens)
 
     def speed(self, lease_s: float) -> float:
-        """Tokens a second; whoever is fast has asked for leases that last."""
+        """Return the tokens a second, believed as far as the leases last for ``lease_s``."""
         return min(self.tokens_per_s, self.leased_tokens / lease_s)
 
 
 def closing_moment(
     opened_s: float, goal: Goal, works: Collection[Work], now_s: float, deadlines: Deadlines
 ) -> float | None:
-    """The moment to announce, or None while it is too early to tell.
+    """Return the closing moment to announce, or None while it is too early to tell.
 
-    Announced about ``announce_s`` ahead, or the slowest member's step, so that everybody can finish a step.
+    It is announced about ``announce_s`` ahead, or the slowest member's step, so that every member can finish a step.
     """
     at_limit = opened_s + goal.max_s
     slowest_s = max((work.step_s for work in works), default=0.0)
@@ -107,7 +108,7 @@ def closing_moment(
 
 
 def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:
-    """Of (value, weight); never outside the values, whatever the rounding; None of none."""
+    """Return the mean of (value, weight), never outside the values whatever the rounding; None of none."""
     total = sum(weight for _, weight in values)
     if not total:
         return None
@@ -118,9 +119,9 @@ def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:
 def lost_work(
     ended: Round, digests: tuple[bytes | None, ...], work: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """Dead members whose contribution did not get into every chunk: others train on their samples again.
+    """Return members that left and whose contribution is not in every chunk: others train on their samples again.
 
-    Of a part that is void, what the living offered is offered again; what the dead did is gone."""
+    Live members offer their contribution to a void part again; that of a member that left is gone."""
     if ended.plan is not None and None in digests:
         return tuple(sorted(ended.orphans))
     return tuple(peer for peer in left_out(ended, digests, work) if peer in ended.orphans)
@@ -129,11 +130,11 @@ def lost_work(
 def left_out(
     ended: Round, digests: tuple[bytes | None, ...], work: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """Members whose contribution did not get into every chunk of a round without void parts, in the plan's order.
+    """Return members whose contribution is not in every chunk of a round without void parts, in the plan's order.
 
-    Who is missing in the committed bytes is known to those that hold them all, of whom two have to say so, or, where
-    any of them has a record (``work``), those with more than half of its work; where there is nobody, all are believed,
-    for samples are better trained on twice than never."""
+    Members that hold all committed bytes know who is missing in them. Two of them have to report it, or, where any has
+    a record (``work``), those with more than half of the recorded work. If nobody holds them all, every report is
+    believed, for samples are better trained on twice than never."""
     if ended.plan is None:
         return ()
     holders = {peer: report for peer, report in ended.reports.items() if report.digests == digests}
@@ -148,9 +149,10 @@ def left_out(
 
 @dataclass(frozen=True)
 class Judgement:
-    """How the round ends: with digests when committed (None: a void part), with a reason when aborted. ``failed``: the
-    owners and row reducers that others did not get from what they had to; ``missing``: the members whose contributions
-    did not come; ``accused_by``: by member, of which owners and row reducers it says so."""
+    """How the round ends: with digests when committed (None: a void part), with a reason when aborted.
+
+    ``failed``: the owners and row reducers that did not deliver to others; ``missing``: the members whose contributions
+    did not come; ``accused_by``: by member, the owners and row reducers that it accuses of that."""
 
     digests: tuple[bytes | None, ...] = ()
     reason: str = ""
@@ -173,7 +175,7 @@ def judge(
     whole: bool = False,
     work: Mapping[str, int] = MappingProxyType({}),
 ) -> Judgement | None:
-    """The verdict, or None while it is worth waiting.
+    """Return the verdict, or None while it is worth waiting.
 
     Of each part those bytes are committed that most live members hold, if two of them do (one, if it is the last), so
     that the next death does not take committed bytes away; a part without such bytes is void. ``work``: of the members
@@ -191,7 +193,7 @@ def judge(
     present = [member.peer for member in plan.members if member.peer in live]
     can_wait = len(heard) < len(present) and not overdue
     if can_wait and not enough:
-        return None  # whatever the reports say: counting a thousand of them takes a while
+        return None  # without looking at the reports: counting a thousand of them takes a while
     recorded = work.keys() & set(present)
     all_work = sum(work[peer] for peer in recorded)
     digests: list[bytes | None] = []
@@ -200,7 +202,7 @@ def judge(
     for index, part in enumerate(plan.parts):
         held = Counter(one for one in (report.digests[index] for report in heard.values()) if one is not None)
         worked = _work_behind(heard, index, work) if recorded else {}
-        # Of equally many the smallest, so that any two judges agree.
+        # Of equals the smallest digest, so that any two judges agree.
         ranked = sorted(held.items(), key=lambda one: (-worked.get(one[0], 0), -one[1], one[0]))
         digest, holders = ranked[0] if ranked else (None, 0)
         if recorded and digest is not None:
@@ -213,7 +215,7 @@ def judge(
         digests.append(kept)
         owner = plan.members[part.owner].peer
         if not recorded:
-            # One that holds other bytes than the rest may have made them up; of two the owner is the likelier source.
+            # A single member with other bytes may have made them up; with two, the owner is the likelier source.
             if kept is None or held.total() - holders >= 2:
                 failed.add(owner)
         elif kept is None:
@@ -246,7 +248,7 @@ def judge(
 def _work_behind(
     heard: Mapping[str, PeerToCoordinatorRoundReport], part: int, work: Mapping[str, int]
 ) -> dict[bytes, int]:
-    """The recorded work of those who hold each digest of a part."""
+    """Return the recorded work of the holders of each digest of a part."""
     worked: dict[bytes, int] = {}
     for peer in heard.keys() & work.keys():
         digest = heard[peer].digests[part]
@@ -256,7 +258,7 @@ def _work_behind(
 
 
 def _missing(plan: RoundPlan, heard: Mapping[str, PeerToCoordinatorRoundReport], work: Mapping[str, int]) -> list[str]:
-    """Members whose contributions did not come, as most of those say who had to collect them."""
+    """Return members whose contributions did not come, as most of those report that had to collect them."""
     said: defaultdict[int, set[str]] = defaultdict(set)
     for peer, report in heard.items():
         for index in report.undelivered:

@@ -392,7 +392,7 @@ class RoundScope:
     def _go_back(self, verdict: Verdict, to: ev.WentBack) -> None:
         """Undo rounds. Members keep the credit for their undone work; suspects are left out for a while."""
         if to.diverged:
-            self.setback = self.setback.again(to.bad_version, bool(to.suspects))
+            self.setback = self.setback.after_return(to.bad_version, bool(to.suspects))
         for peer in to.suspects:
             self.membership.members[peer].suspend(verdict.round)
             self.leases.give_back(peer)
@@ -589,7 +589,7 @@ class RoundScope:
             history=self.history.pack(),
             lost_again=to_wire(self.retrained.lost),
             undone_again=to_wire(self.retrained.undone),
-            setback=self.setback.kept,
+            setback=(self.setback.bad_version, self.setback.returns, self.setback.fruitless),
             accusations=self.accusations.kept(),
         )
 

@@ -1,8 +1,7 @@
-"""Trust in members: how many samples each may hold, whose accusations count, who is left out and who may own parts.
+"""Trust in members: samples that each may hold, accusations that count, owners of parts, members waited for.
 
-A member has a record once enough of its work was committed (``Member.has_record``). What steers everybody is decided
-by members with a record, where there are any; what a member without one says or does has a bounded effect. All rules
-of it stand here or in ``Member``; leases, plans, verdicts and the status ask.
+A member has a record once enough of its work was committed (``Member.has_record``). Members with a record, where there
+are any, decide what affects everybody; a member without one has a bounded effect. All rules are here or in ``Member``.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.types import MAX_DETOURS
 
 GROWTH = 2.0
-"""A member may lease up to so many times what it was seen to commit: honest ones ask for less, and one that has become
+"""Factor on the committed pace up to which a member may lease: honest members ask for less, and one that has become
 faster, or is faster than all others, is believed within a few rounds."""
 
 NEWCOMERS_SHARE = 0.2
-"""Of a round's samples, for all members without a record together."""
+"""Share of a round's samples for all members without a record together."""
 
 _PACE_KEPT = 0.8
-"""Of a member's pace after a committed round in which it did less: a bad round is no reason to be given less."""
+"""Part of a member's pace that is kept after a round in which it did less: one bad round costs it little."""
 
 DETOUR_ROUNDS = 16
-"""For so long an accuser does without the one it accuses; then their link is tried again."""
+"""Rounds for which an accuser does without the member that it accuses; then their link is tried again."""
 
 _ACCUSED_AT_ONCE = 16
-"""By one member, in one round: who gets nothing from more of them has another trouble."""
+"""Most accusations by one member in one round: a member that gets nothing from more has another trouble."""
 
 _IN_VAIN = 2
-"""Rounds in a row in which a member was waited for and was not ready, until it is waited for no more."""
+"""Rounds in which a member was waited for and was not ready, until it is waited for no more."""
 
 _MOST_IN_VAIN = 7
-"""Doublings of the rounds in which it is not waited for."""
+"""Most doublings of the rounds in which it is not waited for."""
 
 
 # Leases -----------------------------------------------------------------------------------------------------
@@ -44,9 +43,10 @@ _MOST_IN_VAIN = 7
 
 @dataclass
 class LeaseClock:
-    """Since when members work on the samples that they hold, as far as is known: their leases grow with that time, so
-    that nobody holds samples that it cannot have had the time for. Moments, so nothing of it is journaled: after a
-    restart, what a member holds counts as worked for."""
+    """Moments since which members work on the samples that they hold. Leases grow with that time.
+
+    So no member holds samples that it cannot have had the time for. Not journaled: after a restart, what a member holds
+    counts as worked for."""
 
     _since_s: dict[str, float] = field(default_factory=dict)
     _ready_s: dict[str, float] = field(default_factory=dict)
@@ -54,37 +54,37 @@ class LeaseClock:
     """Opening of the round before this one."""
 
     def start(self, peer: str, now_s: float, held_tokens: int, tokens_per_s: float) -> None:
-        """It asks for samples, maybe for the first time."""
+        """Start a member's clock when it first asks for samples."""
         self._since_s.setdefault(peer, now_s - held_tokens / tokens_per_s if tokens_per_s else now_s)
 
     def offer(self, peer: str, now_s: float) -> None:
-        """Its contribution to this round is waiting: what it does from now on is for the next one."""
+        """Note that a member's contribution waits: its work from now on is for the next round."""
         self._ready_s[peer] = now_s
 
     def lose(self, peer: str) -> None:
-        """Forget a member: its samples are for others."""
+        """Forget a member."""
         self._since_s.pop(peer, None)
         self._ready_s.pop(peer, None)
 
     def end_round(self, committed: Collection[str], opened_s: float) -> None:
-        """``committed``: whose contributions are; whoever else has offered one still works on it."""
+        """Start the clocks of ``committed`` members anew; the others still work on what they hold."""
         self._since_s |= {peer: moment_s for peer, moment_s in self._ready_s.items() if peer in committed}
         self._ready_s.clear()
         self._before_s = opened_s
 
     def excuse(self, seconds: float) -> None:
-        """We stood still for so long, and leased nothing."""
+        """Exclude a time in which the coordinator stood still, and leased nothing."""
         self._since_s = {peer: moment_s + seconds for peer, moment_s in self._since_s.items()}
 
     def worked_s(self, peer: str, now_s: float, not_before_s: float = -math.inf) -> float:
-        """For how long it has been at what it holds; of earlier than the round before this one nothing counts."""
+        """Return how long a member has worked on what it holds, at most since the round before this one."""
         return max(0.0, now_s - max(self._since_s.get(peer, now_s), self._before_s, not_before_s))
 
 
 def pace_limit(member: Member, recorded: Mapping[str, Member]) -> float:
-    """Tokens a second at which a member may lease, and be seen to commit; any while nobody has a record.
+    """Return the tokens a second at which a member may lease and be counted; infinite while nobody has a record.
 
-    Whoever has no record may be as fast as the fastest who has one before it has shown anything."""
+    A member without a record may be as fast as the fastest one with a record."""
     if not recorded:
         return math.inf
     if member.has_record:
@@ -93,16 +93,16 @@ def pace_limit(member: Member, recorded: Mapping[str, Member]) -> float:
 
 
 def pace_after(member: Member, tokens: int, took_s: float, recorded: Mapping[str, Member]) -> float:
-    """A member's pace once so many tokens of it were committed in a round that took so long."""
+    """Return a member's pace after a round of ``took_s`` that committed ``tokens`` of it."""
     seen_tps = min(tokens / took_s, pace_limit(member, recorded))
     return max(seen_tps, _PACE_KEPT * member.pace_tps)
 
 
 def newcomers_tokens(recorded: Iterable[Member], goal_tokens: int, open_s: float | None) -> float:
-    """Bound on what all members without a record hold together in a round that has been open for so long.
+    """Return the most tokens that all members without a record may hold together after ``open_s`` of a round.
 
-    As much more with time as those with a record are usually doing; ``open_s`` None: of a batch that has to be exact,
-    whose share is known from the beginning."""
+    It grows with the usual pace of members with a record. ``open_s`` None: an exact batch, whose share is known from
+    the start."""
     most = NEWCOMERS_SHARE * goal_tokens
     if open_s is None:
         return most
@@ -114,15 +114,15 @@ def newcomers_tokens(recorded: Iterable[Member], goal_tokens: int, open_s: float
 
 
 def recorded_work(members: Mapping[str, Member], peers: Iterable[str]) -> dict[str, int]:
-    """Tokens that each of these has committed; only those with a record."""
+    """Return the committed tokens of those of these peers that have a record."""
     return {peer: one.tokens_committed for peer in peers if (one := members.get(peer)) is not None and one.has_record}
 
 
 def outvotes(accusers: Collection[str], accused: str, present: Collection[str], work: Mapping[str, int]) -> bool:
-    """Whether accusers are enough to do something about a member: two of them, where there could be two, who have more
-    than half of the recorded work of all present, the accused included. While nobody has a record, two of them.
+    """Whether enough members accuse one: two, where there could be two, with more than half of the recorded work.
 
-    So newcomers put out nobody with a record, and those who did little nobody who did most."""
+    The work is that of all present, the accused included; while nobody has a record, two accusers are enough. So
+    newcomers exclude nobody with a record, and members that did little nobody that did most."""
     others = [peer for peer in present if peer != accused]
     if len(accusers) < min(2, len(others)):
         return False
@@ -132,7 +132,7 @@ def outvotes(accusers: Collection[str], accused: str, present: Collection[str], 
 
 
 def accusations_of(round_number: int, said: Mapping[str, Collection[str]]) -> tuple[Accusation, ...]:
-    """Pairs that follow from a round's reports: each accuser does without those whom it accuses from now on."""
+    """Return the accusations of a round's reports: each accuser does without the accused from now on."""
     return tuple(
         Accusation(by=by, of=accused, round=round_number)
         for by in sorted(said)
@@ -143,18 +143,18 @@ def accusations_of(round_number: int, said: Mapping[str, Collection[str]]) -> tu
 
 @dataclass
 class Accusations:
-    """Pairs of members of whom one does not depend on the other for a while, and the round in which it said so."""
+    """Accusations by (accuser, accused), with their round: the accuser does without the accused for a while."""
 
     pairs: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def take(self, new: Iterable[Accusation], round_number: int) -> None:
-        """At the end of that round; the oldest are forgotten."""
+        """Add the accusations of a round and forget the oldest."""
         self.pairs |= {(one.by, one.of): one.round for one in new}
         since = round_number - DETOUR_ROUNDS
         self.pairs = {pair: made for pair, made in self.pairs.items() if made > since}
 
     def into(self, plan: RoundPlan) -> RoundPlan:
-        """The plan with everybody's detours round those that it has accused."""
+        """Return the plan with each member's detours around those that it has accused."""
         index_of = {member.peer: index for index, member in enumerate(plan.members)}
         detours: dict[str, list[int]] = {}
         for by, accused in self.pairs:
@@ -171,7 +171,7 @@ class Accusations:
         return plan.model_copy(update={"members": members})
 
     def kept(self) -> tuple[Accusation, ...]:
-        """For a snapshot."""
+        """Return all accusations, for a snapshot."""
         return tuple(Accusation(by=by, of=accused, round=made) for (by, accused), made in self.pairs.items())
 
 
@@ -179,10 +179,10 @@ class Accusations:
 
 
 def owners(members: Mapping[str, Member], peers: Sequence[str], least: int) -> list[bool]:
-    """Choose which of these peers may own parts: those with a record that can be reached, where there are any.
+    """Return for each of these peers whether it may own parts: those with a record that are reachable, if any.
 
-    An owner that has failed before may do better than none; one that cannot be reached will not. ``least``: so many
-    owners a grid needs: where fewer have a record, those without one who have committed most come in as well."""
+    An owner that has failed before may do better than none; one that cannot be reached will not. ``least``: the owners
+    that a grid needs: if fewer have a record, those without one that have committed most are added."""
     able = [peer for peer in peers if members[peer].can_own] or [peer for peer in peers if members[peer].can_be_reached]
     recorded = [peer for peer in able if members[peer].has_record]
     if not recorded:
@@ -198,8 +198,10 @@ def owners(members: Mapping[str, Member], peers: Sequence[str], least: int) -> l
 
 @dataclass
 class Punctuality:
-    """Members that are not ready when they are waited for. That excludes nobody: whoever is ready in time is in the
-    plan. But the others stop waiting for it, for ever more rounds. Not journaled: after a restart they try again."""
+    """Members that were not ready when the plan waited for them. The plan stops waiting for them, for ever more rounds.
+
+    That excludes nobody: whoever is ready in time is in the plan. Not journaled: after a restart they are waited for
+    again."""
 
     _in_vain: dict[str, int] = field(default_factory=dict)
     _until: dict[str, int] = field(default_factory=dict)
@@ -208,7 +210,7 @@ class Punctuality:
         return round_number >= self._until.get(peer, 0)
 
     def saw(self, round_number: int, ready: Iterable[str], awaited: Iterable[str]) -> None:
-        """Take note of who was ready when the round was planned, and of who was waited for in vain."""
+        """Note the members that were ready when the round was planned, and those that were waited for in vain."""
         for peer in ready:
             self._in_vain[peer] = max(0, self._in_vain.get(peer, 0) - 1)
         for peer in awaited:

@@ -265,7 +265,7 @@ def test_a_run_that_diverges_at_its_start_is_given_up_at_once() -> None:
 
 
 def test_what_is_well_past_the_old_point_counts_anew() -> None:
-    setback = Setback().again(10, has_suspects=False).again(9, has_suspects=True)
+    setback = Setback().after_return(10, has_suspects=False).after_return(9, has_suspects=True)
     assert setback == Setback(10, 2, 1)
     assert setback.passed(17) == setback
     assert setback.passed(18) == Setback()
