@@ -29,11 +29,16 @@ from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import pack_verdict
 from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_verdict
 
+MAX_VERDICTS = 64
+"""Newest verdicts in a checkpoint: in a large swarm one is as large as a shard of a small model."""
+
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The content of a checkpoint. ``own``: None for a copy that is for others; ``verdicts``: up to that of the
-    checkpoint's round, oldest first."""
+    """The content of a checkpoint that is to be written.
+
+    ``own``: the peer's own state, None in a copy for others; ``verdicts``: up to that of the checkpoint's round, oldest
+    first."""
 
     about: CheckpointAbout
     state: AnchorState
@@ -41,7 +46,7 @@ class CheckpointContents:
     verdicts: tuple[Verdict, ...]
 
     def files(self) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
-        """Name and content in pieces of each file but the manifest."""
+        """Yield name and content, in pieces, of each file but the manifest."""
         for kind, named in zip(("anchor", "outer"), vectors(self.state.values, self.about.layout), strict=True):
             cut = shards(named.items())
             for index, tensors in enumerate(cut):
@@ -66,11 +71,10 @@ class Checkpoint:
 
 
 def read_checkpoint(source: CheckpointSource, run_hash: bytes | None = None) -> Checkpoint:
-    """Read and check everything: format, signature, run, sizes, digests, layout, state digest; but not the chain of
-    verdicts (``read_verdicts``). A copy may lack the file of the peer's own.
+    """Read a checkpoint and check format, signature, run, sizes, digests, layout and state digest.
 
-    Raises ``StateFileError`` naming file, field and what was expected.
-    """
+    The chain of its verdicts is not checked. A copy may lack the file of the peer's own state. Raises
+    ``StateFileError`` naming file, field and what was expected."""
     manifest = read_manifest(source, run_hash)
     check_sizes(source, manifest)
     values = torch.empty(1 + manifest.outer_vectors, manifest.elements)
@@ -89,9 +93,8 @@ def read_checkpoint(source: CheckpointSource, run_hash: bytes | None = None) -> 
 
 
 def check_sizes(source: CheckpointSource, manifest: Manifest) -> None:
-    """Whether there is as much on the disk as the manifest says, and memory for it: before any is taken.
-
-    Raises ``StateFileError``."""
+    """Check sizes on disk and free memory against the manifest, before any memory is taken. Raises
+    ``StateFileError``."""
     for name in (*manifest.names("anchor"), *manifest.names("outer")):
         claimed_bytes, found_bytes = manifest.files[name][0], source.size_bytes(name)
         if claimed_bytes != found_bytes:
@@ -103,8 +106,8 @@ def check_sizes(source: CheckpointSource, manifest: Manifest) -> None:
 
 
 def read_verdicts(source: CheckpointSource, manifest: Manifest, stage: int = 0) -> tuple[Verdict, ...]:
-    """The verdicts in the checkpoint, oldest first; not checked yet. ``stage``: which one's, of a whole model that
-    several made. Raises ``StateFileError``."""
+    """Read the checkpoint's verdicts, oldest first, without checking them; ``stage``: which stage's, in a checkpoint of
+    a whole pipeline. Raises ``StateFileError``."""
     name = manifest.verdicts_files[stage]
     return unpack_verdicts(_verdict_bytes(source, manifest, name), source.place(name))
 
@@ -132,7 +135,7 @@ def _verdict_bytes(source: CheckpointSource, manifest: Manifest, name: str) -> b
 
 
 def _tensors(source: CheckpointSource, manifest: Manifest, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """One file after the other, so that only one is in memory."""
+    """Yield the files of that kind with their tensors, one after the other, so that only one is in memory."""
     for name in manifest.names(kind):
         place = source.place(name)
         yield place, parse_file(read_file(source, name, manifest.files[name]), place)

@@ -12,7 +12,7 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.peer.checkpoints.checkpoint import Checkpoint, CheckpointContents, unpack_verdicts
+from shoal.peer.checkpoints.checkpoint import MAX_VERDICTS, Checkpoint, CheckpointContents, unpack_verdicts
 from shoal.peer.checkpoints.local_state import SnapshotBuffers
 from shoal.peer.checkpoints.manifest import CheckpointAbout, StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
@@ -25,17 +25,19 @@ from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import TensorSpec
 
 _TIME_SHARE = 20
-"""Writing takes at most one part in so many of the time."""
+"""Writing takes at most one part in this many of the time."""
 
 _MEASURED_ROUNDS = 8
-"""So many of the last ones say how long rounds take."""
+"""The duration of a round is the mean of so many newest rounds."""
 
 _MAX_SPACING = 2**20
 
 
 class CheckpointPace:
-    """``in_step``: where others write other parts of the same states, each as fast as its disk, rounds are left out by
-    powers of two: those of the slowest one are rounds of all."""
+    """Choice of the rounds after which a checkpoint is written, so that writing stays within its share of the time.
+
+    ``in_step``: for stages, whose peers write parts of the same state, each as fast as its disk. Rounds are then left
+    out by powers of two, so that every round that the slowest peer writes is written by all."""
 
     def __init__(self, *, in_step: bool) -> None:
         self._in_step = in_step
@@ -44,18 +46,18 @@ class CheckpointPace:
         self._next_s = -math.inf
 
     def is_due(self, number: int, now_s: float) -> bool:
-        """Whether the state of that round, which has just ended, is to be written."""
+        """Whether the state of this round, which has just ended, is written."""
         self._ended.append((number, now_s))
         return number % self.spacing == 0 if self._in_step else now_s >= self._next_s
 
     def wrote(self, began_s: float, now_s: float) -> None:
-        """A checkpoint, or as much of one as the disk took."""
+        """Record the duration of a checkpoint, or of an attempt that the disk ended."""
         self._wrote_s = now_s - began_s
         self._next_s = now_s + _TIME_SHARE * self._wrote_s
 
     @property
     def spacing(self) -> int:
-        """In step: of so many rounds one is written."""
+        """In step: one of so many rounds is written."""
         (first, first_s), (last, last_s) = (self._ended[0], self._ended[-1]) if self._ended else ((0, 0.0), (0, 0.0))
         if last <= first or last_s <= first_s:
             return 1
@@ -64,9 +66,6 @@ class CheckpointPace:
 
 
 log = logging.getLogger(__name__)
-
-_RECENT_VERDICTS = 64
-"""So much of the chain stands in a checkpoint: in a large swarm a verdict is as large as a shard of a small model."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class CheckpointSubject:
     stage: StageAbout | None = None
 
     def __post_init__(self) -> None:
-        """Raises ``RecipeError`` for a config that is no JSON: now, and not after the first round."""
+        """Raises ``RecipeError`` for a config that is not JSON, before the first round instead of after it."""
         try:
             recipe = json.loads(json.dumps(self.recipe_config, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -90,7 +89,7 @@ class CheckpointSubject:
         object.__setattr__(self, "recipe_config", recipe)
 
     def about(self, anchor_version: int, digest: bytes, verdict: Verdict) -> CheckpointAbout:
-        """Of the state of that version and digest, which ``verdict`` made."""
+        """Description of a checkpoint of the state of that version and digest, which ``verdict`` made."""
         return CheckpointAbout(
             run=self.run.run.name,
             run_hash=self.run.hash.hex(),
@@ -115,7 +114,9 @@ class CheckpointSubject:
 
 
 class Checkpointer:
-    """For the training thread, which only takes the snapshot. ``own``: gives the tree of what is this peer's own."""
+    """Writes a member's checkpoints in the background; the training thread only copies the peer's own state.
+
+    ``own``: gives the tree of the peer's own state."""
 
     def __init__(
         self,
@@ -139,46 +140,47 @@ class Checkpointer:
         self._verdicts: tuple[Verdict, ...] = ()
 
     def prepare(self) -> None:
-        """Once the inner optimizer has all that it will have: get the memory for snapshots beside everything else, as
-        fresh pages cost more than the copy."""
+        """Allocate the memory for snapshots in the background, once the inner optimizer has its state.
+
+        The first touch of fresh pages costs more than the copy."""
         if not self._is_prepared:
             self._is_prepared = True
             self._preparing = self._network.submit(in_thread(self._snapshots.prepare, self._own()))
 
     def find(self, version: int, digest: bytes | None) -> Checkpoint | None:
-        """The checkpoint of the run's present state, else the newest whole one of this model; None without any."""
+        """The checkpoint of the run's present state, else the newest undamaged one of this model; None without any."""
         found = self.store.load_newest(version, digest) or self.store.load_newest()
         if found is not None and not self._subject.fits(found):
-            log.warning("the checkpoint of round %d is of another model; going on without", found.manifest.round)
+            log.warning("the checkpoint of round %d is of another model and is not used", found.manifest.round)
             return None
         if found is not None and not self._verdicts:
             try:
                 self._verdicts = unpack_verdicts(found.verdicts[0], f"the checkpoint of round {found.manifest.round}")
-            except StateFileError as error:  # another peer's copy, which is whole and says nonsense
-                log.warning("going on without its verdicts: %s", error)
+            except StateFileError as error:  # undamaged, but written with nonsense by another peer
+                log.warning("the checkpoint's verdicts are not used: %s", error)
         return found
 
     def add_verdict(self, verdict: Verdict) -> None:
-        """Each verdict, as it comes to be known."""
+        """Record a verdict of the run; called with each, as it becomes known."""
         if self._verdicts and verdict.chain == self._verdicts[-1].chain:
             return
         follows = bool(self._verdicts) and verdict.previous_chain == self._verdicts[-1].chain
-        self._verdicts = (*self._verdicts[1 - _RECENT_VERDICTS :], verdict) if follows else (verdict,)
+        self._verdicts = (*self._verdicts[1 - MAX_VERDICTS :], verdict) if follows else (verdict,)
 
     def save_if_due(self, state: AnchorState, verdict: Verdict) -> None:
-        """Write a checkpoint of what ``verdict`` made, beside everything else; skipped while one is being written, or
-        where that would take more than its share of the time."""
+        """Start writing the state that ``verdict`` made, unless one is being written or it would take too much of the
+        time."""
         if self._writing is not None and self._writing.done():
             self._wait_for_writing()
         if self._pace.is_due(verdict.round, self._clock()) and self._writing is None:
             self._start_writing(state, verdict)
 
     def save_final(self, state: AnchorState, verdict: Verdict | None) -> None:
-        """At the end: returns when the state is on disk, if the disk takes it. ``verdict``: None where it is not known,
-        and then nothing is written."""
+        """Write the last state and wait until it is on disk. ``verdict``: None where it is not known; nothing is
+        written then."""
         self._wait_for_writing()
         if state.version == 0 and self._subject.run.start is not None:
-            return  # its digest is the run file's, and whoever has the checkpoint that it is of needs no other
+            return  # the checkpoint that the run starts from is enough
         kept = {(one.anchor_version, one.digest) for one in self.store.kept()}
         if verdict is not None and (state.version, state.digest) not in kept:
             self._start_writing(state, verdict)
@@ -194,19 +196,19 @@ class Checkpointer:
         self._writing = self._network.submit(self._write(contents))
 
     def _wait_for_writing(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             self._network.wait_for(writing)
 
     async def _write(self, contents: CheckpointContents) -> None:
-        """A disk that refuses is a warning: others hold the state too, and the next try may do."""
+        """Write a checkpoint. A disk that refuses is a warning: others hold the state, too, and the next attempt may
+        succeed."""
         started_s = self._clock()
         try:
             await in_thread(self.store.write, contents)
         except StorageError as error:
-            # Once, and not after every round.
-            log.log(logging.DEBUG if self._trouble else logging.WARNING, "going on without a checkpoint: %s", error)
+            log.log(logging.DEBUG if self._trouble else logging.WARNING, "a checkpoint is left out: %s", error)
             self._trouble = str(error)
         else:
             if self._trouble:

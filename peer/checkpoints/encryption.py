@@ -1,23 +1,21 @@
-"""Encryption of checkpoints for readers: each file of a plain one sealed, and ``sealed.json`` with the wrapped keys.
+"""Encryption of checkpoints for readers: every file of a plain one sealed, and ``sealed.json`` with the wrapped keys.
 
 Every checkpoint has a key of its own. ``sealed.json`` holds it once for each reader, wrapped with HPKE (RFC 9180:
-X25519, HKDF-SHA256, AES-256-GCM). Files are sealed under keys that are derived from it
-and their names, and an HMAC under it covers ``sealed.json`` itself, so files of two checkpoints, or under each other's
-names, do not go together. The signed manifest inside says who made the checkpoint.
+X25519, HKDF-SHA256, AES-256-GCM). Files are sealed under keys that are derived from it and their names, and an HMAC
+under it covers ``sealed.json`` itself, so files of two checkpoints, or under each other's names, cannot be combined.
+The signed manifest inside says who made the checkpoint.
 
-A file is encrypted and authenticated segment by segment, so that neither side ever needs all of it twice in memory:
-the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár: Online Authenticated-Encryption and its Nonce-Reuse
-Misuse-Resistance, 2015) over AES-256-GCM. Segments of 1 MiB are sealed each under a nonce of its number and of whether
-it is the last one. So a segment that was changed, moved, dropped or added is noticed, and so is a file that was cut or
+A file is encrypted and authenticated segment by segment, so that neither side ever needs all of it twice in memory: the
+STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár: Online Authenticated-Encryption and its Nonce-Reuse
+Misuse-Resistance, 2015) over AES-256-GCM. Each segment of 1 MiB is sealed under a nonce of its number and of whether it
+is the last one. So a segment that was changed, moved, dropped or added is noticed, and so is a file that was cut or
 extended at a segment's border. A file is 8 bytes of format, 16 of salt, and the segments, each 16 bytes longer than its
-content.
-"""
+content."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Field, StringConstraints
 
-from shoal.peer.checkpoints.manifest import FileEntry, Hex32
+from shoal.peer.checkpoints.manifest import FileEntry, Hex32, canonical_json
 from shoal.peer.checkpoints.source import CheckpointSource, refusal
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity, key_text, seal_to
@@ -58,9 +56,9 @@ def content_bytes(size_bytes: int) -> int:
 
 
 def seal(key: bytes, name: bytes, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The sealed file of this content, in pieces; each is to be used before the next one is asked for.
+    """Yield the sealed file of this content, in pieces; each is to be used before the next one is requested.
 
-    ``key``: 32 secret bytes; ``name``: what the file is, to be given again to ``unseal``."""
+    ``key``: 32 secret bytes; ``name``: the file's, which ``unseal`` needs again."""
     salt = secrets.token_bytes(_SALT_BYTES)
     cipher = _cipher(key, salt, name)
     yield _FORMAT + salt
@@ -69,7 +67,7 @@ def seal(key: bytes, name: bytes, pieces: Iterable[bytes | memoryview]) -> Itera
     for piece in pieces:
         rest = memoryview(piece).cast("B")
         while rest.nbytes:
-            if filled == SEGMENT_BYTES:  # only now is it known that this is not the last one
+            if filled == SEGMENT_BYTES:  # more follows, so the full segment is not the last one
                 cipher.encrypt_into(_nonce(number, last=False), held, None, sealed)
                 yield sealed
                 number, filled = number + 1, 0
@@ -82,9 +80,9 @@ def seal(key: bytes, name: bytes, pieces: Iterable[bytes | memoryview]) -> Itera
 
 
 def unseal(key: bytes, name: bytes, data: bytes, place: str) -> bytes:
-    """The content of a sealed file; ``place`` is what errors call it.
+    """The content of a sealed file; errors call it ``place``.
 
-    Raises ``StateFileError`` when one bit of it is not as it was sealed, or it was sealed as another file."""
+    Raises ``StateFileError`` if any bit of it has changed, or if it was sealed under another name."""
     if len(data) < HEADER_BYTES + TAG_BYTES or not data.startswith(_FORMAT):
         raise StateFileError(f"{place}: its beginning: expected that of a sealed file, not {data[:8]!r}")
     cipher = _cipher(key, data[len(_FORMAT) : HEADER_BYTES], name)
@@ -104,7 +102,7 @@ def unseal(key: bytes, name: bytes, data: bytes, place: str) -> bytes:
 
 
 def _cipher(key: bytes, salt: bytes, name: bytes) -> AESGCM:
-    """A key of its own for each file, each time it is written: so nonces may begin at 0."""
+    """Cipher with a key of its own for each file and each time that it is written: so nonces may begin at 0."""
     return AESGCM(HKDF(hashes.SHA256(), 32, salt, _CONTEXT + name).derive(key))
 
 
@@ -121,12 +119,14 @@ _MAC_CONTEXT = b"shoal sealed checkpoint, version 1\0"
 _FILE_NAME = r"^[a-z0-9][a-z0-9.-]{0,60}\.sealed$"
 
 WriteFile = Callable[[str, Iterable[bytes | memoryview]], FileEntry]
-"""Writes a file of that name and content; what it wrote, by size and digest."""
+"""Writes a file of that name and content; returns its size and digest."""
 
 
 class Envelope(Record):
-    """``sealed.json``, its own canonical JSON. ``checkpoint``: its random number; ``readers``: the wrapped
-    key by Ed25519 public key; ``files``: bytes and SHA-256 of the files as they lie there."""
+    """``sealed.json``, in its canonical JSON.
+
+    ``checkpoint``: a random number; ``readers``: the wrapped key by Ed25519 public key; ``files``: bytes and SHA-256 of
+    the sealed files."""
 
     format: Literal[1]
     checkpoint: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
@@ -140,18 +140,17 @@ class Envelope(Record):
 
     @property
     def file_bytes(self) -> bytes:
-        """The bytes of the file."""
-        return _canonical(self.model_dump(mode="json"))
+        return canonical_json(self.model_dump(mode="json"))
 
     def mac_under(self, key: bytes) -> str:
-        """HMAC-SHA256 of everything else."""
+        """HMAC-SHA256 of all other fields."""
         mac_key = HKDF(hashes.SHA256(), 32, None, _MAC_CONTEXT).derive(key)
-        content = _canonical(self.model_dump(mode="json", exclude={"mac"}))
+        content = canonical_json(self.model_dump(mode="json", exclude={"mac"}))
         return hmac.new(mac_key, content, hashlib.sha256).hexdigest()
 
 
 class Sealing:
-    """A checkpoint that is being sealed, for readers by their raw Ed25519 public keys."""
+    """Seals one checkpoint for readers, given by their raw Ed25519 public keys."""
 
     def __init__(self, readers: Iterable[bytes]) -> None:
         self._key = secrets.token_bytes(32)
@@ -160,14 +159,14 @@ class Sealing:
         self._readers = {reader.hex(): seal_to(reader, self._key, _WRAP_CONTEXT + self._number) for reader in readers}
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview], write_file: WriteFile) -> FileEntry:
-        """Write that file sealed; returns size and digest of what is in it."""
+        """Write a file sealed; return size and digest of its content."""
         content = _Measured(pieces)
         sealed = seal(self._key, self._number + name.encode(), content)
         self._files[name + SUFFIX] = write_file(name + SUFFIX, sealed)
         return content.entry
 
     def envelope(self) -> bytes:
-        """``sealed.json``, once all files are written."""
+        """The content of ``sealed.json``, once all files are written."""
         blank = Envelope(
             format=1,
             checkpoint=self._number.hex(),
@@ -198,10 +197,11 @@ class _Measured:
 
 
 class SealedSource:
-    """The files in a sealed checkpoint, opened with an identity (a ``CheckpointSource``)."""
+    """The files of a sealed checkpoint, opened with an identity (a ``CheckpointSource``)."""
 
     def __init__(self, sealed: CheckpointSource, identity: Identity) -> None:
-        """Raises ``StateFileError`` for a damaged ``sealed.json``, ``SealedForOthers`` for the wrong identity."""
+        """Raises ``StateFileError`` for a damaged ``sealed.json``, ``SealedForOthers`` for an identity that is no
+        reader."""
         self._sealed = sealed
         self._envelope = read_envelope(sealed)
         self._number = bytes.fromhex(self._envelope.checkpoint)
@@ -214,7 +214,7 @@ class SealedSource:
         return self._sealed.has(name + SUFFIX)
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        """Raises ``StateFileError``; also for what is longer than ``limit_bytes``."""
+        """Raises ``StateFileError``, also for a file that is longer than ``limit_bytes``."""
         place, size_bytes = self.place(name), self._listed_bytes(name)
         if size_bytes > sealed_bytes(limit_bytes):
             raise refusal(place, "size", f"{sealed_bytes(limit_bytes)} bytes at most", str(size_bytes))
@@ -224,7 +224,7 @@ class SealedSource:
         return unseal(self._key, self._number + name.encode(), data, place)
 
     def size_bytes(self, name: str) -> int:
-        """Raises ``StateFileError``; also for a file of another size than is listed."""
+        """Raises ``StateFileError``, also for a file of another size than is listed."""
         listed_bytes, found_bytes = self._listed_bytes(name), self._sealed.size_bytes(name + SUFFIX)
         if listed_bytes != found_bytes:
             raise refusal(self.place(name), "size", f"{listed_bytes} bytes", f"{found_bytes} bytes")
@@ -254,7 +254,7 @@ class SealedSource:
 
 
 def read_envelope(source: CheckpointSource) -> Envelope:
-    """``sealed.json``, as far as it can be checked without opening the checkpoint. Raises ``StateFileError``."""
+    """Read ``sealed.json``, checked as far as is possible without a reader's key. Raises ``StateFileError``."""
     place, data = source.place(ENVELOPE), source.read(ENVELOPE, MAX_ENVELOPE_BYTES)
     try:
         envelope = Envelope.model_validate_json(data)
@@ -268,13 +268,9 @@ def read_envelope(source: CheckpointSource) -> Envelope:
 def open_source(source: CheckpointSource, identity: Identity | None) -> CheckpointSource:
     """The source of a checkpoint's plain files, whether it is sealed or not.
 
-    Raises ``SealedForOthers`` where it is and ``identity`` is none of its readers, ``StateFileError``."""
+    Raises ``StateFileError``, and ``SealedForOthers`` where it is sealed and ``identity`` is no reader."""
     if not source.has(ENVELOPE):
         return source
     if identity is None:
         raise SealedForOthers(f"{source.place(ENVELOPE)}: is sealed; give a reader's identity with --identity FILE")
     return SealedSource(source, identity)
-
-
-def _canonical(content: object) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")

@@ -1,11 +1,10 @@
 """A peer's own part of a checkpoint: inner optimizer, residual, buffers of the model, random state, counters.
 
-With it a peer that was stopped resumes as if it had not been. Random state is that of torch (CPU and CUDA), NumPy's
-and Python's global generators; the learning rate's position is the run's, in committed tokens.
+A peer that was stopped resumes with it as if it had not been. Random state is that of torch (CPU and CUDA), NumPy's and
+Python's global generators; the position of the learning-rate schedule is the run's, in committed tokens.
 
 Optimizers' ``state_dict`` and random generators' states are trees of dicts, lists, tuples, scalars and tensors. They
-are stored as JSON and named tensors, never pickled, whatever optimizer it is.
-"""
+are stored as JSON and named tensors, never pickled, whatever optimizer it is."""
 
 from __future__ import annotations
 
@@ -34,15 +33,14 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 class NotPlain(ValueError):
-    """Something in the tree has no plain form; the message says where it is."""
+    """Raised for a tree that has no plain form; the message says where."""
 
 
 def to_plain(tree: Any, keep: Callable[[str, Tensor], None], where: str = "") -> Any:
-    """``tree`` as JSON values; ``keep`` is called with a name (the way to it) and each tensor in it, in order.
+    """Encode ``tree`` as JSON values; ``keep`` is called with a name (its path) and each tensor, in order.
 
-    Raises ``NotPlain`` for anything but None, booleans, numbers, texts, tensors, arrays, and dicts, lists and tuples
-    of them.
-    """
+    Raises ``NotPlain`` for anything but None, booleans, numbers, texts, tensors, arrays, and dicts, lists and tuples of
+    them."""
     if where.count("/") > _MAX_DEPTH:
         raise NotPlain(f"{where[:100]}: more than {_MAX_DEPTH} levels")
     match tree:
@@ -71,7 +69,7 @@ def to_plain(tree: Any, keep: Callable[[str, Tensor], None], where: str = "") ->
 
 
 def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that ``to_plain`` took apart. Raises ``ValueError`` or ``KeyError`` for what it never makes."""
+    """Decode the output of ``to_plain``. Raises ``ValueError`` or ``KeyError`` for anything else."""
     match plain:
         case None | bool() | int() | float() | str():
             return plain
@@ -102,13 +100,14 @@ def _key(key: Any, where: str) -> str | int:
 log = logging.getLogger(__name__)
 
 _CONTENT = "content"
-"""The tensor that holds the JSON, (bytes,) uint8."""
+"""Name of the tensor that holds the JSON, (bytes,) uint8."""
 
 
 @dataclass(frozen=True)
 class LocalStateSnapshot:
-    """A snapshot, to be written: ``plain`` is JSON with the tensors taken out. On another device's streams the copies
-    may still be under way: ``wait`` before reading them."""
+    """A snapshot that is to be written: ``plain`` is JSON with the tensors taken out.
+
+    Copies from another device may still be under way: call ``wait`` before reading them."""
 
     plain: Any
     tensors: dict[str, Tensor]
@@ -119,13 +118,13 @@ class LocalStateSnapshot:
             event.synchronize()
 
     def file(self) -> dict[str, Tensor]:
-        """As the tensors of one file."""
+        """The tensors of the snapshot's file."""
         text = json.dumps(self.plain, separators=(",", ":"), allow_nan=False).encode()
         return {**self.tensors, _CONTENT: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
 def parse_local_state(data: bytes, place: str) -> dict[str, Any]:
-    """The tree that was taken, from a file's checked bytes. Raises ``StateFileError``."""
+    """Decode the tree from a file's checked bytes. Raises ``StateFileError``."""
     tensors = parse_file(data, place)
     try:
         tree = from_plain(json.loads(bytes(tensors[_CONTENT].numpy())), tensors)
@@ -137,32 +136,33 @@ def parse_local_state(data: bytes, place: str) -> dict[str, Any]:
 
 
 class SnapshotBuffers:
-    """Takes snapshots on the training thread, into memory that is kept for the next one: the first touch of fresh pages
-    would cost more than the copy. One at a time: ``take`` overwrites the one before."""
+    """Memory for snapshots, used again for the next one: the first touch of fresh pages costs more than the copy.
+
+    ``copy`` overwrites the snapshot before; it is called on the training thread."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def prepare(self, tree: Mapping[str, Any]) -> None:
-        """Touch the memory for a snapshot of ``tree``, before the first ``take``; in any thread."""
+        """Allocate and touch the memory for a snapshot of ``tree``, before the first ``copy``; in any thread."""
         room: dict[str, Tensor] = {}
 
         def keep(name: str, tensor: Tensor) -> None:
             room[name] = _room_for(tensor).zero_()
 
         for name, branch in tree.items():
-            with suppress(NotPlain):  # ``take`` says so
+            with suppress(NotPlain):  # ``copy`` logs it
                 to_plain(branch, keep, name)
         self._kept = room
 
     def copy(self, tree: Mapping[str, Any]) -> LocalStateSnapshot:
-        """A copy of all that is in ``tree``; its top branches that cannot be saved are left out, with a warning."""
+        """Copy everything in ``tree``; top-level branches that cannot be saved are left out, with a warning."""
         kept, self._kept = self._kept, {}
         devices: set[torch.device] = set()
 
         def keep(name: str, tensor: Tensor) -> None:
             if name in self._kept:
-                raise NotPlain(f"{name}: two tensors are called so")
+                raise NotPlain(f"{name}: two tensors have this name")
             copy = kept.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = _room_for(tensor)
@@ -178,7 +178,7 @@ class SnapshotBuffers:
                 branches.append([name, to_plain(branch, keep, name)])
             except NotPlain as error:
                 self._kept = before
-                log.warning("checkpoints go without a part of this peer's own state: %s", error)
+                log.warning("a part of this peer's own state is left out of checkpoints: %s", error)
         copied = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
         return LocalStateSnapshot({"dict": branches}, dict(self._kept), copied)
 
@@ -206,7 +206,7 @@ def local_state_tree(optimizer: Optimizer | None, model: nn.Module, carried: Car
 
 
 def restore_local_state(tree: Mapping[str, Any], optimizer: Optimizer | None, model: nn.Module) -> None:
-    """Put optimizer, buffers and random state back as they were; what does not fit is left alone, with a warning."""
+    """Restore optimizer, buffers and random state; what does not fit is left as it is, with a warning."""
     attempts = {"optimizer": lambda part: _restore_optimizer(optimizer, part), "random": _restore_random_state}
     attempts["buffers"] = lambda part: _restore_buffers(model, part)
     for name, attempt in attempts.items():
@@ -215,12 +215,12 @@ def restore_local_state(tree: Mapping[str, Any], optimizer: Optimizer | None, mo
         try:
             attempt(tree[name])
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            # The file is whole and our own: it is of another version of the training loop, or of torch.
+            # The file is undamaged and our own, so another version of the training loop or of torch wrote it.
             log.warning("going on without the %s of the checkpoint, which does not fit: %s", name, error)
 
 
 def carried_residual(tree: Mapping[str, Any], elements: int) -> CarriedResidual | None:
-    """The residual; None where there is none of that size."""
+    """The residual in the tree; None where there is none of that size."""
     residual, weight = tree.get("residual"), tree.get("residual_weight_tokens")
     if not isinstance(residual, Tensor) or not isinstance(weight, int) or weight < 0:
         return None
@@ -235,7 +235,7 @@ def _restore_optimizer(optimizer: Optimizer | None, part: dict[str, Any]) -> Non
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent ones, such as running statistics: they are not averaged."""
+    """The model's persistent buffers, such as running statistics; they are not averaged."""
     trained = dict(model.named_parameters())
     kept = {name: one for name, one in model.state_dict().items() if name not in trained and isinstance(one, Tensor)}
     return {plain_name(name): one for name, one in kept.items()}

@@ -1,9 +1,8 @@
-"""A checkpoint's manifest: what its files are, by size and digest, and of which run and round; signed by its peer.
+"""Manifest of a checkpoint: its files by size and digest, and which run and round it is of; signed by its peer.
 
-The file holds its own canonical JSON and no other bytes: keys sorted, no spaces, ASCII; without ``stage`` and
-``parts`` where they say nothing. What is signed (Ed25519, RFC 8032) is ``shoal checkpoint, version 1``, a zero byte,
-and the canonical JSON of everything but ``signature``.
-"""
+The file is its own canonical JSON and nothing else: sorted keys, no spaces, ASCII, ``stage`` and ``parts`` only where
+they are given. The signature (Ed25519, RFC 8032) is over ``shoal checkpoint, version 1``, a zero byte, and the
+canonical JSON of all fields but ``signature``."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ FileEntry = tuple[Count, Hex32]
 
 
 class StageAbout(Record):
-    """Number of a pipeline's stage, from 0, and how many there are."""
+    """Number of a pipeline's stage, from 0, and the number of stages."""
 
     number: Stage
     stages: Annotated[int, Field(ge=1, le=MAX_STAGES)]
@@ -52,8 +51,9 @@ class StageAbout(Record):
 
 
 class StagePart(Record):
-    """One stage's share of a whole model: so many ``elements`` of each vector, after those of the stages before it;
-    the digest of that stage's state, and the ``chain`` of its verdict of the round."""
+    """One stage's share of a whole model: ``elements`` of each vector, after those of the stages before it.
+
+    With the digest of that stage's state, and the ``chain`` of its verdict of the round."""
 
     elements: Annotated[int, Field(ge=1, le=2**62)]
     state_digest: Hex32
@@ -64,11 +64,11 @@ class CheckpointAbout(Record):
     """Description of a checkpoint's run and model.
 
     ``recipe``: its config, None for own training loops; ``layout``: the anchor's tensors in their order;
-    ``outer_vectors``: how many the outer optimizer keeps; ``chain``: of the verdict of ``round``; ``tokens``:
-    committed up to it, which is the learning rate's position. Digests and keys are hexadecimal.
+    ``outer_vectors``: number of the outer optimizer's vectors; ``chain``: of the verdict of ``round``; ``tokens``:
+    committed up to it, which is the position of the learning-rate schedule. Digests and keys are hexadecimal.
 
-    ``stage``: of a pipeline, this stage alone. ``parts``: of a pipeline, the whole model, made of these stages in their
-    order; then ``chain`` is what ties the stages' verdicts of ``round`` together (``Verdict.together``)."""
+    ``stage``: of a pipeline, the one stage in this checkpoint. ``parts``: of a pipeline, the stages of this whole model
+    in their order; ``chain`` is then what ties the stages' verdicts of ``round`` together (``Verdict.together``)."""
 
     run: RunName
     run_hash: Hex32
@@ -89,9 +89,15 @@ class CheckpointAbout(Record):
     def elements(self) -> int:
         return sum(spec.elements for spec in self.layout)
 
+    @property
+    def run_folder(self) -> str:
+        """Name of the run's folder on peers and at URLs."""
+        return f"{self.run}-{self.run_hash[:8]}"
+
 
 class Manifest(CheckpointAbout):
-    """``files``: bytes and SHA-256 by name; ``identity_key`` and ``signature`` of the peer that wrote it."""
+    """``files``: bytes and SHA-256 by name; ``identity_key`` and ``signature``: of the peer that wrote the
+    checkpoint."""
 
     format: Literal[1]
     files: Annotated[dict[FileName, FileEntry], Field(max_length=MAX_TENSORS)]
@@ -135,22 +141,20 @@ class Manifest(CheckpointAbout):
 
     @property
     def signed_bytes(self) -> bytes:
-        return _CONTEXT + _canonical(self._content("signature"))
+        return _CONTEXT + canonical_json(self._content("signature"))
 
     @property
     def file_bytes(self) -> bytes:
-        """The bytes of the file."""
-        return _canonical(self._content())
+        return canonical_json(self._content())
 
     @property
     def verdicts_files(self) -> tuple[str, ...]:
-        """Of the run, or of the stage; of a whole model, one of each stage that it is made of."""
+        """Names of the verdicts' files: one of the run or the stage, or one of each stage of a whole model."""
         if self.parts is None:
             return (VERDICTS_FILE,)
         return tuple(stage_verdicts_name(stage, len(self.parts)) for stage in range(len(self.parts)))
 
     def _content(self, *left_out: str) -> Any:
-        # Checkpoints of runs without stages have the bytes that they had before there were any.
         nothing = [name for name in ("stage", "parts") if getattr(self, name) is None]
         return self.model_dump(mode="json", exclude={*left_out, *nothing})
 
@@ -159,25 +163,24 @@ class Manifest(CheckpointAbout):
         return peer_id(bytes.fromhex(self.identity_key))
 
     def names(self, kind: Literal["anchor", "outer"] | str) -> list[str]:
-        """The shards of that kind, in their order."""
+        """Names of the shards of that kind, in their order."""
         return sorted(name for name in self.files if name.startswith(f"{kind}-"))
 
 
 def shard_name(kind: str, index: int, count: int) -> str:
-    """``index`` from 0."""
+    """Name of shard ``index``, from 0."""
     return f"{kind}-{index + 1:05}-of-{count:05}.safetensors"
 
 
 def stage_verdicts_name(stage: int, stages: int) -> str:
-    """Of a whole model's checkpoint: where the verdicts of that stage are, which is counted from 0."""
+    """Name of the file with the verdicts of a stage, from 0, in a checkpoint of a whole pipeline."""
     return f"verdicts-{stage + 1:05}-of-{stages:05}.msgpack"
 
 
 def read_manifest(source: CheckpointSource, run_hash: bytes | None = None) -> Manifest:
-    """A checkpoint's manifest, its signature checked; the files are not.
+    """Read a checkpoint's manifest and check its signature; the files are not checked.
 
-    Raises ``StateFileError`` naming file, field and what was expected; also for another run than ``run_hash``.
-    """
+    Raises ``StateFileError`` naming file, field and what was expected, also for another run than ``run_hash``."""
     place, data = source.place(MANIFEST), source.read(MANIFEST, _MAX_BYTES)
     try:
         manifest = Manifest.model_validate_json(data)
@@ -195,9 +198,7 @@ def read_manifest(source: CheckpointSource, run_hash: bytes | None = None) -> Ma
 
 
 def read_file(source: CheckpointSource, name: str, entry: FileEntry) -> bytes:
-    """The content of a file that the manifest names, checked: the bytes that were hashed are the bytes returned.
-
-    Raises ``StateFileError``."""
+    """Read a file that the manifest names, and check its size and digest. Raises ``StateFileError``."""
     size_bytes, digest = entry
     place, data = source.place(name), source.read(name, size_bytes)
     if len(data) != size_bytes:
@@ -208,7 +209,8 @@ def read_file(source: CheckpointSource, name: str, entry: FileEntry) -> bytes:
     return data
 
 
-def _canonical(content: Any) -> bytes:
+def canonical_json(content: Any) -> bytes:
+    """The one JSON text of ``content``: sorted keys, no spaces, ASCII."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 

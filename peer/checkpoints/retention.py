@@ -10,15 +10,16 @@ from shoal.swarm.errors import UserError
 
 @dataclass(frozen=True)
 class Retention:
-    """``newest``: so many stay; ``every``: beside them, for ever, one of each so many rounds (0: none)."""
+    """``newest``: number of newest checkpoints that stay; ``every``: one of each so many rounds stays for ever (0:
+    none)."""
 
     newest: int = 3
     every: int = 0
 
     def superfluous(self, rounds: Iterable[int]) -> list[int]:
-        """Those of the rounds whose checkpoints may go, oldest first.
+        """Rounds whose checkpoints may be removed, oldest first.
 
-        Not every round has a checkpoint, so of each ``every`` rounds the first that has one stays."""
+        Not every round has a checkpoint: of each ``every`` rounds the first one that has stays."""
         ordered = sorted(rounds)
         stay = set(ordered[-self.newest :])
         if self.every:
@@ -30,7 +31,8 @@ class Retention:
 
 
 def parse_retention(newest: str, every: int) -> Retention | None:
-    """From the command line: ``newest`` a number from 1 on, or "off" for None, no checkpoints. Raises ``UserError``."""
+    """Retention by the command line: ``newest`` is a number from 1 on, or "off" for None: no checkpoints. Raises
+    ``UserError``."""
     if newest == "off":
         return None
     if not newest.isascii() or not newest.isdigit() or int(newest) < 1:

@@ -1,4 +1,4 @@
-"""Sources of a checkpoint's files, and the one form of error in which they are refused."""
+"""Sources of a checkpoint's files, and the error by which all of their readers refuse a file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class CheckpointSource(Protocol):
     """The files of one checkpoint, by name. Nothing that is read is trusted."""
 
     def place(self, name: str) -> str:
-        """Name of the file in messages."""
+        """The file's name in messages."""
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        """All of it; only a byte more than ``limit_bytes`` where it is longer. Raises ``StateFileError``."""
+        """The whole file, or one byte more than ``limit_bytes`` of a longer one. Raises ``StateFileError``."""
 
     def size_bytes(self, name: str) -> int:
-        """Size that ``read`` would give at most, without reading it. Raises ``StateFileError``."""
+        """Size of the file's content, without reading it. Raises ``StateFileError``."""
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -29,7 +29,7 @@ class CheckpointSource(Protocol):
 
 @dataclass(frozen=True)
 class FolderSource:
-    """A folder of this machine."""
+    """Files in a folder of this machine."""
 
     folder: Path
 
@@ -56,5 +56,5 @@ class FolderSource:
 
 
 def refusal(place: str, field: str, expected: str, found: str) -> StateFileError:
-    """The refusal of a file: which, what of it, what was expected."""
+    """The error for a file whose ``field`` is not as expected."""
     return StateFileError(f"{place}: {field}: expected {expected}, not {found}")

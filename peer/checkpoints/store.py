@@ -1,9 +1,8 @@
-"""The folder of a peer's checkpoints: atomic writes, retention, and search.
+"""Folder of a peer's checkpoints: atomic writes, retention, and search.
 
 A checkpoint is written into a hidden folder, file by file, each flushed to the disk, the signed manifest last; then the
-folder gets its name in one step. So each checkpoint is whole or not there. Hidden folders that exist when a process
-starts were left by one that was killed.
-"""
+folder gets its name in one step. So each checkpoint is complete or not there. Hidden folders that exist when a process
+starts were left by one that was killed."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ CHECKPOINTS = "checkpoints"
 WRITING = ".new-"
 """Prefix of the names of folders that are not complete yet."""
 
-_NAME = re.compile(r"^round-([0-9]{8,19})$")
+_NAME = re.compile(r"round-([0-9]{8,19})")
 _GOING = ".old-"
 ASIDE = "other-"
-"""Prefix of the name of a checkpoint of another history."""
+"""Prefix of the name of a checkpoint that belongs to another history of the run."""
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A whole checkpoint as far as its manifest tells; ``digest``: of its state."""
+    """A complete checkpoint, as its manifest describes it; ``digest``: of its state."""
 
     round: int
     anchor_version: int
@@ -54,8 +53,8 @@ class StoredCheckpoint:
 class CheckpointStore:
     """Checkpoints of one run and one peer; opening the store removes what killed writers left.
 
-    Its methods block: call them in worker threads. Any of them may be called while another one runs; ``write`` is
-    for one thread."""
+    Methods block: call them in worker threads. They may run at the same time, but for ``write``, which is for one
+    thread."""
 
     def __init__(
         self,
@@ -80,23 +79,24 @@ class CheckpointStore:
             try:
                 self._note(read_manifest(open_source(FolderSource(place), identity), run_hash), place)
             except StateFileError as error:
-                log.warning("a checkpoint that cannot be used stays as it is: %s", error)
+                log.warning("a checkpoint cannot be used, and is left as it is: %s", error)
 
     # Finding ------------------------------------------------------------------------------------------------
 
     def kept(self) -> tuple[StoredCheckpoint, ...]:
-        """The checkpoints here, newest round first; from memory."""
+        """The checkpoints here, newest round first, without reading the disk."""
         with self._lock:
             return tuple(sorted(self._kept.values(), key=lambda one: -one.round))
 
     def oldest_of_newest(self) -> int | None:
-        """The round of the oldest checkpoint that is kept for being new, not for ever; None where there is none."""
+        """The round of the oldest checkpoint that is kept as one of the newest; None where there is none."""
         kept = self.kept()[: self._retention.newest]
         return kept[-1].round if kept else None
 
     def load(self, kept: StoredCheckpoint) -> Checkpoint:
-        """Read and check one. Raises ``StateFileError`` for a damaged one, which does not count from now on and is left
-        as it is."""
+        """Read and check a checkpoint.
+
+        Raises ``StateFileError`` for a damaged one, which is left as it is and not counted from now on."""
         try:
             with self.holding(kept):
                 return read_checkpoint(open_source(FolderSource(kept.folder), self._identity), self._run_hash)
@@ -106,8 +106,9 @@ class CheckpointStore:
             raise
 
     def load_newest(self, version: int | None = None, digest: bytes | None = None) -> Checkpoint | None:
-        """The newest whole one, of that anchor version and state digest if they are given; None where there is none.
-        Damaged ones on the way are named in the log."""
+        """The newest undamaged checkpoint, of that anchor version and state digest if they are given; None without one.
+
+        Damaged ones that are passed over are logged."""
         for kept in self.kept():
             if version in (None, kept.anchor_version) and digest in (None, kept.digest):
                 try:
@@ -118,10 +119,11 @@ class CheckpointStore:
 
     @contextmanager
     def holding(self, kept: StoredCheckpoint) -> Iterator[Path]:
-        """Its folder, which is not removed meanwhile. Raises ``StateFileError`` when it is gone already."""
+        """The checkpoint's folder, which is not removed meanwhile. Raises ``StateFileError`` when it is gone
+        already."""
         with self._lock:
             if kept.round not in self._kept:
-                raise StateFileError(f"{kept.folder}: is not kept any more")
+                raise StateFileError(f"{kept.folder}: has been removed")
             self._held[kept.folder] += 1
         try:
             yield kept.folder
@@ -132,12 +134,12 @@ class CheckpointStore:
     # Writing ------------------------------------------------------------------------------------------------
 
     def write(self, contents: CheckpointContents) -> StoredCheckpoint:
-        """Write a checkpoint, then remove those that need not be kept.
+        """Write a checkpoint, then remove superfluous ones.
 
-        Raises ``StorageError`` when the disk refuses: of the new one nothing is left then, older ones are as they were.
-        """
+        Raises ``StorageError`` when the disk refuses: nothing of the new one is left then, and older ones are as they
+        were."""
         about = contents.about
-        place = self.folder / f"round-{about.round:08}"
+        place = self.folder / folder_name(about.round)
         same = self._kept.get(about.round)
         if same is not None and (same.chain.hex(), same.digest.hex()) == (about.chain, about.state_digest):
             return same
@@ -173,7 +175,7 @@ class CheckpointStore:
     # Removing -----------------------------------------------------------------------------------------------
 
     def _retire(self) -> None:
-        """Remove superfluous checkpoints; one that somebody reads is left for the next time."""
+        """Remove superfluous checkpoints; one that is being read is left for the next time."""
         with self._lock:
             may_go = [self._kept[number] for number in self._retention.superfluous(self._kept)]
             going = [kept for kept in may_go if not self._held[kept.folder]]
@@ -186,20 +188,21 @@ class CheckpointStore:
                 log.warning("%s: an old checkpoint cannot be removed: %s", kept.folder, error)
 
     def _remove(self, folder: Path) -> None:
-        """Hidden first: half of a checkpoint must not have its name."""
+        """Remove a checkpoint, hidden first: half of a checkpoint must not have its name."""
         hidden = self.folder / f"{_GOING}{folder.name}-{secrets.token_hex(4)}"
         folder.rename(hidden)
         shutil.rmtree(hidden)
 
     def _set_other_history_aside(self, number: int) -> None:
-        """A round ends once: checkpoints of this round or later ones are of a run whose history was begun anew."""
+        """Rename checkpoints of this round or later ones: a round ends once, so they are of another history of the
+        run."""
         for place in checkpoint_folders(self.folder):
             if round_of(place) >= number:
                 aside = self.folder / f"{ASIDE}{place.name}-{secrets.token_hex(4)}"
                 place.rename(aside)
                 with self._lock:
                     self._kept.pop(round_of(place), None)
-                log.warning("%s: is of another history of this run, as it seems; it is kept as %s", place, aside.name)
+                log.warning("%s: belongs to another history of this run, it seems; it is kept as %s", place, aside.name)
 
     def _tidy(self) -> None:
         for start in (WRITING, _GOING):
@@ -211,36 +214,42 @@ class CheckpointStore:
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """The folders in ``folder`` that are named as checkpoints, oldest round first."""
-    return sorted((one for one in folder.glob("round-*") if _NAME.match(one.name)), key=round_of)
+    return sorted((one for one in folder.glob("round-*") if round_in(one.name) is not None), key=round_of)
+
+
+def folder_name(number: int) -> str:
+    """Name of the folder of a checkpoint of that round."""
+    return f"round-{number:08}"
+
+
+def round_in(name: str) -> int | None:
+    """The round in the name of a checkpoint's folder; None for other names."""
+    match = _NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
 
 
 def round_of(place: Path) -> int:
-    """The round in a checkpoint's name."""
-    match = _NAME.match(place.name)
-    assert match is not None, "named by checkpoint_folders"
-    return int(match.group(1))
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is a checkpoint, sealed or not."""
-    return any((folder / name).exists() for name in (MANIFEST, ENVELOPE))
+    """The round of a checkpoint by its folder."""
+    number = round_in(place.name)
+    assert number is not None, "named by checkpoint_folders"
+    return number
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folder itself, or all checkpoints below it, whatever they are called; none that is just being written."""
-    if is_checkpoint(folder):
+    """The folder itself, or all complete checkpoints below it, whatever they are called."""
+    if any((folder / name).exists() for name in (MANIFEST, ENVELOPE)):
         return [folder]
     found = {path.parent for name in (MANIFEST, ENVELOPE) for path in folder.glob(f"**/{name}")}
     return sorted(place for place in found if not _is_hidden(place.relative_to(folder)))
 
 
 def _is_hidden(place: Path) -> bool:
-    """It or a folder around it is being written, or removed."""
+    """Whether it or a folder around it is being written or removed."""
     return any(part.startswith(".") for part in place.parts)
 
 
 def is_aside(place: Path) -> bool:
-    """Whether the checkpoint was set aside, as it is of another history than the others there."""
+    """Whether the checkpoint was set aside, as it belongs to another history than the others there."""
     return place.name.startswith(ASIDE)
 
 

@@ -1,4 +1,4 @@
-"""Some tensors of a checkpoint, and no others: file by file, for who holds a part of a model, or serves parts of it."""
+"""Reader of single tensors of a checkpoint, for peers that hold or serve parts of a model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal.peer.checkpoints.tensors import parse_file
 from shoal.swarm.errors import StateFileError
 
 _FILES_KEPT = 2
-"""Those read last stay in memory: tensors are asked for in their order."""
+"""Files read last that stay in memory: tensors are requested in the order of the files."""
 
 _MAX_HEADER_BYTES = 2**27
 
 
 class CheckpointTensors:
-    """The tensors of the checkpoint with that ``manifest``. For any thread; its methods block."""
+    """Reads single tensors of the checkpoint with that ``manifest``. For any thread; methods block."""
 
     def __init__(self, source: CheckpointSource, manifest: Manifest) -> None:
         self.source = source
@@ -33,8 +33,9 @@ class CheckpointTensors:
         self._lock = threading.Lock()
 
     def rows(self, name: str, count: int) -> Tensor:
-        """The anchor's tensor of that name, then the outer optimizer's: ``(count, elements) float32``, each row checked
-        by the manifest's digest of its file. Raises ``StateFileError`` naming tensor and file."""
+        """The anchor's tensor of that name and the outer optimizer's after it: ``(count, elements) float32``.
+
+        Each file that is read is checked by the manifest's digest. Raises ``StateFileError`` naming tensor and file."""
         spec = self._specs.get(name)
         if spec is None:
             raise refusal(self.source.place(MANIFEST), "layout", f"also the tensor {name!r}", "none")
@@ -68,7 +69,7 @@ class CheckpointTensors:
         return tensor
 
     def _file_of(self, kind: str, key: str) -> str:
-        """The file that has the tensor; files not yet looked into are searched one after the other."""
+        """The file with that tensor; files whose names are not known yet are searched one after the other."""
         place = f"{kind} {key}"
         for file in [one for one in self._unseen if one.startswith(kind)]:
             if place in self._where:
@@ -80,7 +81,9 @@ class CheckpointTensors:
         return self._where[place]
 
     def _names_in(self, file: str) -> list[str]:
-        """By the file's header where that can be read alone: what it says only tells where to look."""
+        """Names of the tensors in a file, from its header where that can be read alone.
+
+        An unchecked header only tells where to look."""
         if isinstance(self.source, FolderSource):
             size = int.from_bytes(self.source.read(file, 8)[:8], "little")
             header = self.source.read(file, 8 + min(size, _MAX_HEADER_BYTES))[8 : 8 + size]

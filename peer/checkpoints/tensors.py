@@ -33,12 +33,13 @@ _DTYPES = {
 
 
 def can_be_saved(tensor: Tensor) -> bool:
-    """Whether it is a plain, dense tensor of a type that files have a name for."""
+    """Whether the tensor is plain and dense, of a type that safetensors files can hold."""
     return tensor.dtype in _DTYPES and tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def shards(named: Iterable[tuple[str, Tensor]], limit_bytes: int = SHARD_BYTES) -> list[dict[str, Tensor]]:
-    """The tensors in their order, cut into files: of at most ``limit_bytes``, or of one tensor."""
+    """Cut the tensors, in their order, into files of at most ``limit_bytes``; a larger tensor gets a file of its
+    own."""
     files: list[dict[str, Tensor]] = []
     room = 0
     for name, tensor in named:
@@ -52,8 +53,9 @@ def shards(named: Iterable[tuple[str, Tensor]], limit_bytes: int = SHARD_BYTES) 
 
 
 def vectors(values: Tensor, layout: tuple[TensorSpec, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A state's values, (1 + slots, n) float32, as the anchor's tensors by name and the outer optimizer's, whose
-    names begin with the vector's number: ``0.NAME``. Views, so one may write into them."""
+    """Views of a state's values, (1 + slots, n) float32, as tensors by name: the anchor's, and the outer optimizer's.
+
+    Names of the latter begin with the vector's number: ``0.NAME``."""
     anchor = split_by_layout(values[0], layout)
     rows = enumerate(split_by_layout(row, layout) for row in values[1:])
     outer = {f"{at}.{name}": tensor for at, row in rows for name, tensor in row.items()}
@@ -61,9 +63,9 @@ def vectors(values: Tensor, layout: tuple[TensorSpec, ...]) -> tuple[dict[str, T
 
 
 def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file of contiguous tensors on the CPU, in pieces of a few MiB that are the tensors' own memory.
+    """Yield a safetensors file of contiguous CPU tensors, in pieces of a few MiB that are the tensors' own memory.
 
-    (The library's own writer copies every tensor first, and would have the file read again to be hashed.)"""
+    The library's own writer would copy every tensor first, and the file would have to be read again to be hashed."""
     # Wide elements first, so that each tensor begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     yield _header((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered)
@@ -74,7 +76,7 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def file_header(named: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a safetensors file of these names and shapes; the values follow, one after the other."""
+    """The beginning of a safetensors file of these names and shapes; the values follow in the same order."""
     return _header(((name, dtype, shape) for name, shape in named), {"__metadata__": dict(metadata)})
 
 
@@ -93,7 +95,7 @@ def _header(
 
 
 def parse_file(data: bytes, place: str) -> dict[str, Tensor]:
-    """The tensors of a file's checked content. Raises ``StateFileError`` for what is no safetensors file."""
+    """The tensors of a file's checked content. Raises ``StateFileError`` for anything but a safetensors file."""
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -101,8 +103,9 @@ def parse_file(data: bytes, place: str) -> dict[str, Tensor]:
 
 
 def fill(targets: Mapping[str, Tensor], files: Iterable[tuple[str, dict[str, Tensor]]]) -> None:
-    """Copy the files' tensors into the float32 targets of the same names. Raises ``StateFileError`` unless each target
-    is there once, with its shape and float32, and nothing else."""
+    """Copy the files' tensors into the float32 targets of the same names.
+
+    Raises ``StateFileError`` unless each target is there once, as float32 in its shape, and nothing else."""
     missing = dict(targets)
     place = ""
     for place, tensors in files:

@@ -16,7 +16,7 @@ from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
 from shoal.peer.options import StartFrom
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.peer.recipes.model_memory import check_start_fits
-from shoal.peer.state_transfer.start import hash_of, run_of, whole_checkpoints
+from shoal.peer.state_transfer.start import hash_of, whole_checkpoints
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm import durable
@@ -88,7 +88,7 @@ def _section_of(
             spoilt.append(spec.name)
         tensors[spec.name] = StartTensor(shape=spec.shape, sha256=hash_of(spec.shape, rows))
     section = StartSection(
-        run=run_of(manifest),
+        run=manifest.run_folder,
         round=manifest.round,
         state=manifest.state_digest,
         tokens=tokens,

@@ -17,13 +17,14 @@ from shoal.peer.history.record_archive import RecordArchive
 from shoal.peer.history.round_records import RoundRecords
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.lr_schedule import run_lr_factor
-from shoal.peer.training.outer_optimizer import OuterOptimizer
+from shoal.peer.training.outer_optimizer import OuterOptimizer, outer_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.result_fetch import fetch_committed
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import LinkError, StateFileError, WireError
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def next_state(state: AnchorState, mean: Tensor, verdict: Verdict, outer: OuterO
     factor = 1.0
     if run.algorithm == "virtual_batch":
         before = verdict.tokens_total - verdict.tokens
-        # Coarse, so that no two mathematical libraries disagree on it.
+        # Rounded coarsely, so that no two mathematical libraries disagree.
         factor = round(run_lr_factor(run, before) * 2**16) / 2**16
     steps = state.version + (run.start.outer_steps if run.start else 0)
     anchor, slots = outer.step(state.anchor, state.outer, mean, steps, factor)
@@ -79,10 +80,11 @@ def is_start_of(state: AnchorState, verdict: Verdict) -> bool:
 class RoundApplier:
     """Applies committed rounds of one run to states: decodes their bytes to means, and steps the outer optimizer."""
 
-    def __init__(self, run: RunFile, codec_map: CodecMap, outer: OuterOptimizer) -> None:
-        self.codec_map = codec_map
+    def __init__(self, run: RunFile, layout: Sequence[TensorSpec]) -> None:
+        """``layout``: the model's tensors, or those of the stage."""
+        self.codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in layout]))
         self._run = run
-        self._outer = outer
+        self._outer = outer_of(run.outer)
 
     def apply(self, state: AnchorState, verdict: Verdict, mean: Tensor) -> AnchorState:
         return next_state(state, mean, verdict, self._outer, self._run)
@@ -102,7 +104,7 @@ class RoundApplier:
         record = records.open(verdict.round)
         if record.verdict.chain != verdict.chain:
             raise StateFileError(
-                f"{record.path}: field verdict: expected that of the run's chain; it is of another history"
+                f"{record.path}: field verdict: expected the one of the run's chain; the record is of another history"
             )
         store = ResultStore.of(record.verdict, self.codec_map)
         try:
@@ -119,17 +121,17 @@ def roll_forward(state: AnchorState, records: RoundRecords, applier: RoundApplie
         try:
             verdicts.append(records.open(number).verdict)
         except StateFileError as error:
-            log.warning("a round that was kept here cannot be used: %s", error)
+            log.warning("a round record is left out: %s", error)
     for verdict in rounds_after(verdicts, state.version, state.digest):
         if state.version == newest:
             break
         if not is_start_of(state, verdict):
-            log.warning("round %d was averaged on another state than the one that its records lead to", verdict.round)
+            log.warning("round %d was averaged on another state than the records before it lead to", verdict.round)
             break
         try:
             mean = applier.recorded(records, verdict).mean()
         except StateFileError as error:
-            log.warning("a round that was kept here cannot be used: %s", error)
+            log.warning("a round record is left out: %s", error)
             break
         state = applier.apply(state, verdict, mean)
     return state
@@ -150,7 +152,9 @@ async def catch_up(
             verdict, fetching = under_way.popleft()
             store = await fetching
             if not is_start_of(state, verdict):
-                raise LinkError(f"round {verdict.round} went from another state than the rounds before it lead to")
+                raise LinkError(
+                    f"round {verdict.round} was averaged on another state than the rounds before it lead to"
+                )
             mean = await in_thread(store.mean)
             del store
             state = await in_thread(applier.apply, state, verdict, mean)
@@ -193,15 +197,15 @@ class RoundCatchUp:
         view = self._view()
         if view.verdict is not None and view.verdict.committed:  # all rounds are about as large
             await self._require_fewer([view.verdict] * (view.anchor_version - state.version), state)
-        # No round before that one can have gone from this state: a round makes one version at most.
+        # No earlier round can have been averaged on this state: a round makes one version at most.
         verdicts = await self._verdicts_from(state.version)
         missed = rounds_after(verdicts, state.version, state.digest)
         if not missed:
-            raise LinkError(f"no committed round is known that went on from version {state.version}")
+            raise LinkError(f"no committed round is known that was averaged on version {state.version}")
         size_bytes = await self._require_fewer(missed, state)
         found = await catch_up(state, missed, self._results, self._applier)
         self.rounds += len(missed)
-        log.info("caught up %d rounds to version %d by %d bytes", len(missed), found.version, size_bytes)
+        log.info("caught up %d rounds to version %d with at most %d bytes", len(missed), found.version, size_bytes)
         return found
 
     async def _require_fewer(self, verdicts: Sequence[Verdict], state: AnchorState) -> int:
@@ -210,7 +214,7 @@ class RoundCatchUp:
         sizes = {chain: await in_thread(self._applier.results_bytes, verdict) for chain, verdict in each.items()}
         size_bytes = sum(sizes[verdict.chain] for verdict in verdicts)
         if size_bytes >= state.values.nbytes:
-            raise LinkError(f"the {len(verdicts)} rounds since then are no fewer bytes than a state")
+            raise LinkError(f"the {len(verdicts)} rounds since then have no fewer bytes than a state")
         return size_bytes
 
     async def _results(self, verdict: Verdict) -> ResultStore:
@@ -218,7 +222,7 @@ class RoundCatchUp:
         try:
             return await in_thread(self._applier.recorded, self._keeper.records, verdict)
         except StateFileError as error:
-            log.debug("round %d is fetched: %s", verdict.round, error)
+            log.debug("round %d is fetched, as there is no record of it: %s", verdict.round, error)
         assert verdict.plan is not None
         planned = {member.peer for member in verdict.plan.members}
         store = ResultStore.of(verdict, self._applier.codec_map)

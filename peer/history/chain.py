@@ -43,7 +43,7 @@ class ChainCheck:
         starts_here = self._begins_anywhere and verdict.round > 0
         expected = verdict.round if starts_here else before.rounds
         if verdict.round != expected:
-            raise StateFileError(f"the verdict of round {expected} is missing: that of round {verdict.round} is there")
+            raise StateFileError(f"the verdict of round {expected} is missing: round {verdict.round} follows instead")
         if verdict.previous_chain != before.chain and not starts_here:
             raise StateFileError(
                 f"the verdict of round {verdict.round} does not go on from the one before: the chain is broken there"

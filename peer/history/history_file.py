@@ -115,9 +115,6 @@ def unpack_verdicts(data: bytes, start: int = 0) -> UnpackedVerdicts:
     return UnpackedVerdicts(tuple(verdicts), tuple(ends[1:]), damage)
 
 
-# The file -----------------------------------------------------------------------------------------------------
-
-
 class HistoryFile:
     """A member's history on disk, whose verdicts have been checked. Methods block: call them in worker threads, one at
     a time."""
@@ -174,7 +171,7 @@ class HistoryFile:
     def set_aside(self, why: str) -> None:
         """Keep the file under another name and start a new history. Raises ``StorageError``."""
         aside = self.path.with_name(f"{self.path.stem}-{self.chain.chain.hex()[:16]}.old")
-        log.warning("%s; it is called %s now, and a new history is begun", why, aside.name)
+        log.warning("%s; the file is kept as %s, and a new history starts", why, aside.name)
         try:
             self.path.replace(aside)
         except OSError as error:
@@ -222,7 +219,7 @@ class HistoryFile:
             self.set_aside(f"{self.path}: {why or f'at offset {where} is no verdict'}")
             self._create(good)
         elif kept.damage is not None:
-            log.warning("%s: %s and is cut off; it is fetched again", self.path, kept.damage.reason)
+            log.warning("%s: %s; that record is removed and fetched again", self.path, kept.damage.reason)
             self._cut()
 
     def _create(self, verdicts: Sequence[Verdict]) -> None:
@@ -244,7 +241,7 @@ class HistoryFile:
         try:
             with self.path.open("r+b") as file:
                 file.seek(end)
-                file.truncate()  # what a full disk left of the time before
+                file.truncate()  # removes what an earlier write left on a full disk
                 file.write(b"".join(records))
         except OSError as error:
             self._forget_unwritten()

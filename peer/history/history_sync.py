@@ -46,7 +46,7 @@ class HistorySync:
             except (Superseded, RunEnded):
                 raise
             except (LinkError, StateFileError, StorageError) as error:
-                log.warning("the history of the run has to wait: %s", error)
+                log.warning("the history of the run cannot be updated now, and is tried again: %s", error)
                 await asyncio.sleep(self._client.deadlines.patience_s)
 
     async def since(self, first: int) -> list[Verdict]:
@@ -57,11 +57,11 @@ class HistorySync:
         try:
             kept = list(await self._from_disk(first)) if self._file is not None else []
         except StorageError as error:
-            log.warning("going on without what is kept: %s", error)
+            log.warning("verdicts are fetched again, as the history here cannot be used: %s", error)
             kept = []
         rest = await fetch_verdicts(self._client, first + len(kept))
         follows = rest[0].previous_chain if rest else self._client.view.verdict_chain
-        if kept and follows != kept[-1].chain:  # another history than the run's, which will be set aside
+        if kept and follows != kept[-1].chain:  # ours is another history than the run's, and will be set aside
             return await fetch_verdicts(self._client, first)
         return kept + rest
 
@@ -99,7 +99,7 @@ class HistorySync:
         elif page.verdicts and file.chain.rounds:
             await self._set_aside()
         else:
-            raise StateFileError("the coordinator's history does not go on from its own beginning")
+            raise StateFileError("the coordinator's first page of verdicts does not start the run's chain")
 
     async def _show(self) -> None:
         """Show our newest verdict to a coordinator that reports an earlier one, or none: its journal is an old copy.
@@ -109,7 +109,7 @@ class HistorySync:
         assert self._file is not None
         client, before = self._client, self._client.view
         (newest,) = await self._from_disk(self._file.chain.rounds - 1)
-        log.info("the coordinator does not speak of round %d: it is shown its verdict", newest.round)
+        log.info("the coordinator does not know round %d, so its verdict is shown to it", newest.round)
         await client.ask(PeerToCoordinatorShowVerdict(verdict=newest), Acknowledged)
         await client.wait_for(lambda view: view.verdict_chain != before.verdict_chain, client.deadlines.patience_s)
 
@@ -147,5 +147,5 @@ async def fetch_verdicts(client: CoordinatorClient, first: int) -> list[Verdict]
 def _check(verdicts: Sequence[Verdict], first: int, coordinator_key: bytes) -> None:
     for number, verdict in enumerate(verdicts, first):
         if verdict.round != number:
-            raise WireError(f"a verdict of round {verdict.round} where that of round {number} was asked for")
+            raise WireError(f"a verdict of round {verdict.round} came where that of round {number} was requested")
         check_verdict(verdict, coordinator_key)

@@ -47,7 +47,7 @@ class RecordSource:
     async def chunk(self, index: int) -> memoryview:
         """Raises ``BlobUnavailable`` for a void chunk, and for every chunk of a damaged record."""
         try:
-            async with self._checking:  # only now: most records are never asked for
+            async with self._checking:  # checked only now: most records are never requested
                 if not self._is_whole:
                     await in_thread(self._record.read)
                     self._is_whole = True
@@ -96,17 +96,17 @@ class RecordArchive:
             try:
                 found.append(self.records.open(number))
             except StateFileError as error:
-                log.warning("a round that was kept here cannot be used: %s", error)
+                log.warning("a round record is left out: %s", error)
         return found
 
     def keep(self, store: ResultStore, verdict: Verdict) -> None:
         """See ``ResultArchive.keep``."""
         self._from_memory.add(verdict.round)
         if self._waiting >= _MAX_WAITING:
-            log.debug("round %d is not kept: the disk is busy with those before", verdict.round)
+            log.debug("round %d is not recorded: the disk is still busy with earlier ones", verdict.round)
             return
         self._waiting += 1
-        # As a list: the store may be closed before they are written, and its memory is used again then.
+        # A list, as the store may be closed before they are written, and its memory used again.
         self._tasks.create_task(self._write(verdict, store.held_chunks))
 
     def take_over(self, number: int) -> None:
@@ -126,7 +126,7 @@ class RecordArchive:
             try:
                 record = await in_thread(self.records.write, verdict, chunks)
             except (StorageError, StateFileError) as error:
-                log.log(logging.DEBUG if self._is_full else logging.WARNING, "going on without: %s", error)
+                log.log(logging.DEBUG if self._is_full else logging.WARNING, "a round is not recorded: %s", error)
                 self._is_full = True
             else:
                 self._is_full = False
@@ -173,7 +173,7 @@ class RecordArchive:
 
         def on_damage(error: StateFileError) -> None:
             if self._offered.get(number) is record:
-                log.warning("a round that was kept here cannot be offered: %s", error)
+                log.warning("a round record is not served any more: %s", error)
                 del self._offered[number]
                 self._endpoint.retract(_blob(number))
 

@@ -123,7 +123,7 @@ class RoundRecords:
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            raise StorageError(f"{path}: the round cannot be kept: {error}; free some space on that disk") from error
+            raise StorageError(f"{path}: the round cannot be recorded: {error}; free some disk space") from error
         return self.open(verdict.round)
 
     def remove(self, numbers: Sequence[int]) -> None:
@@ -158,7 +158,7 @@ def open_record(path: Path, owner: RecordOwner | None = None) -> RoundRecord:
         raise StateFileError(f"{path}: field verdict: {error}; it is damaged") from error
     plan = verdict.plan
     if not verdict.committed or plan is None or path.stem != f"{verdict.round:08d}":
-        raise StateFileError(f"{path}: field verdict: expected a committed round, of the file's number")
+        raise StateFileError(f"{path}: field verdict: expected a committed round with the number in the file's name")
     chunks = -(-plan.parts[-1].stop // plan.chunk_elements)
     lengths = tuple(np.frombuffer(raw_lengths, "<i8").tolist()) if len(raw_lengths) == 8 * chunks else ()
     if len(lengths) != chunks or min(lengths) < 0:
@@ -181,7 +181,7 @@ def _read_header(path: Path, data: bytes) -> tuple[bytes, dict[str, Any]]:
             return text, fields
     except (KeyError, TypeError, ValueError, RecursionError):
         pass
-    raise StateFileError(f"{path}: not a whole Shoal round record (format: expected {_FORMAT})")
+    raise StateFileError(f"{path}: not a complete Shoal round record (format: expected {_FORMAT})")
 
 
 def _digest_of(path: Path, fields: dict[str, Any], name: str) -> bytes:

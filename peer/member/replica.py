@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError
 from shoal.compression.norms import norms_of
 from shoal.peer.checkpoints.checkpoint import Checkpoint
@@ -153,8 +152,7 @@ class TrainingReplica:
         self._run = run
         self._outer = outer_of(run.outer)
         self._folder = folder
-        codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in self.vector.layout]))
-        self._applier = RoundApplier(run, codec_map, self._outer)
+        self._applier = RoundApplier(run, self.vector.layout)
         self._network = network
         self._member = member
         self._missed: RoundCatchUp = self._member.missed_rounds(self._applier)

@@ -1,8 +1,7 @@
 """``shoal export`` and ``shoal checkpoint``: a run's model for inference, or a pipeline's whole checkpoint.
 
-Both are made from what members saved or from the members of a running run. A model for inference is a safetensors file
-by parameter name, with the recipe's config beside it.
-"""
+Both are made from what members saved, or from the members of a live run. A model for inference is a safetensors file by
+parameter name, with the recipe's config beside it."""
 
 from __future__ import annotations
 
@@ -19,11 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shoal.peer.checkpoints.checkpoint import MAX_VERDICTS
 from shoal.peer.checkpoints.checkpointer import CheckpointSubject
 from shoal.peer.checkpoints.manifest import Manifest, StageAbout
 from shoal.peer.checkpoints.tensors import file_header
 from shoal.peer.history.history_sync import fetch_verdicts
-from shoal.peer.offline.run_reader import LiveRun, look_at
+from shoal.peer.offline.run_reader import LiveRun, observe_run
 from shoal.peer.offline.whole_model import WholeCheckpoint, WholeModel, use_newest, write_whole
 from shoal.peer.recipes import load_model
 from shoal.peer.regular_file import check_memory, open_regular, read_regular
@@ -43,7 +43,7 @@ _MAX_CONFIG_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ModelAbout:
-    """``layout``: all parameters in their order; ``provenance``: of which run and state they are, as texts."""
+    """``layout``: all parameters in their order; ``provenance``: the run and state that they come from, as texts."""
 
     layout: tuple[TensorSpec, ...]
     recipe: dict[str, Any] | None
@@ -52,10 +52,11 @@ class ModelAbout:
 
 
 class ModelFile:
-    """``path`` and, beside it, ``path`` with suffix ``.json``, the recipe's config: written when the context ends, from
-    the vectors that were appended. Only one of those has to be in memory. Whatever is there already stays if it fails.
+    """Writer of ``path``, and of the recipe's config beside it with suffix ``.json``; both appear when the context
+    ends.
 
-    Raises ``StorageError``; its methods block."""
+    Vectors are appended one by one, so that only one has to be in memory. Existing files stay if it fails. Methods
+    block, and raise ``StorageError``."""
 
     def __init__(self, path: Path, about: ModelAbout) -> None:
         self._path = path
@@ -66,7 +67,7 @@ class ModelFile:
         self._file: BinaryIO
 
     def append(self, vector: Tensor) -> None:
-        """The values of the next parameters, (k,), one after the other."""
+        """Write the values of the next parameters, (k,), one after the other."""
         self._elements += vector.numel()
         try:
             self._file.write(bytes_of(vector.to(self._about.dtype).contiguous()))
@@ -106,7 +107,7 @@ class ModelFile:
 
 
 def read_model(path: Path) -> nn.Module:
-    """An exported model, rebuilt by its recipe. Raises ``StateFileError`` or ``RecipeError``."""
+    """Rebuild an exported model by its recipe. Raises ``StateFileError`` or ``RecipeError``."""
     config = path.with_suffix(".json")
     try:
         recipe = json.loads(read_regular(config, _MAX_CONFIG_BYTES))["recipe"]
@@ -126,18 +127,15 @@ def read_model(path: Path) -> nn.Module:
     return model
 
 
-_RECENT_VERDICTS = 64
-
-
 # A model for inference ----------------------------------------------------------------------------------------
 
 
 def export_model(source: Path, out: Path, identity: Identity | None = None) -> int:
-    """Write the anchor of the newest checkpoint in ``source``, or of the newest of which all stages are there, sealed
-    for ``identity`` or not; returns its version.
+    """Write the anchor of the newest checkpoint in ``source``, or of the newest round with all stages; return its
+    version.
 
-    Raises ``StateFileError`` or ``StorageError``; an existing ``out`` stays as it is then.
-    """
+    ``identity`` opens sealed checkpoints. Raises ``StateFileError`` or ``StorageError``; an existing ``out`` stays
+    then."""
 
     def export(model: WholeModel) -> int:
         about = model.stages[0].about
@@ -154,12 +152,11 @@ def export_model(source: Path, out: Path, identity: Identity | None = None) -> i
 
 
 async def export_from_run(invite: Invite, out: Path, *, rounded: bool = False) -> int:
-    """Fetch the current anchor from the members of a running run and write it; returns its version. ``rounded``: fetch
-    and write it in bfloat16, half the bytes. Of a pipeline one stage is in memory at a time.
+    """Fetch the current anchor from the members of a live run and write it; return its version.
 
-    Raises ``RecipeError``, ``LinkError``, … as ``look_at`` and ``LiveRun.at_one_version``; an existing ``out`` stays as
-    it is then."""
-    async with look_at(invite) as live:
+    ``rounded``: fetch and write it in bfloat16, half the bytes. Of a pipeline one stage is in memory at a time. Raises
+    the errors of ``observe_run`` and ``LiveRun.at_one_version``; an existing ``out`` stays then."""
+    async with observe_run(invite) as live:
         run, dtype = live.run_file, torch.bfloat16 if rounded else torch.float32
 
         async def export(views: Sequence[RunView]) -> int:
@@ -183,10 +180,10 @@ def _provenance(version: int, run: str, run_hash: str) -> dict[str, str]:
 
 
 def gather_checkpoint(source: Path, place: Path, identity: Identity) -> Manifest:
-    """Put the newest version of which all stages are below ``source`` together in ``place``, sealed if the run says so.
+    """Join the stages below ``source`` at the newest version that all have, in ``place``, sealed if the run says so.
 
-    Raises ``UserError`` where that is a whole model already, ``StateFileError`` or ``StorageError``; nothing is left
-    then."""
+    Raises ``UserError`` where the newest there is a whole model already, ``StateFileError`` or ``StorageError``;
+    nothing is left then."""
 
     def write(model: WholeModel) -> Manifest:
         if not model.is_in_stages:
@@ -199,10 +196,10 @@ def gather_checkpoint(source: Path, place: Path, identity: Identity) -> Manifest
 
 
 async def gather_from_run(invite: Invite, place: Path, identity: Identity) -> Manifest:
-    """The same of the present version of a running pipeline, fetched from its members, one stage at a time.
+    """Fetch the current state of a live pipeline, one stage at a time, and write it as one checkpoint.
 
     Raises as ``export_from_run``, and ``UserError`` for a run without stages."""
-    async with look_at(invite) as live:
+    async with observe_run(invite) as live:
         run = live.run_file
         if run.pipeline is None:
             raise UserError("this run has no stages to put together: its members' checkpoints are of the whole model")
@@ -226,14 +223,14 @@ async def gather_from_run(invite: Invite, place: Path, identity: Identity) -> Ma
 
 
 async def _chains(live: LiveRun, views: Sequence[RunView]) -> list[tuple[Verdict, ...]]:
-    """Of each stage, the newest part of its chain, up to the round that the views are of."""
+    """The newest verdicts of each stage, up to the round of the views."""
     chains = []
     for share, view in zip(live.shares, views, strict=True):
         is_start = live.run_file.start is not None and view.anchor_version == 0
         if view.verdict is None or is_start:  # what a run starts from is a checkpoint already
             raise StateFileError("no round of the run has been committed yet; try again later")
         last = view.verdict.round
-        found = await fetch_verdicts(share.client, max(0, last + 1 - _RECENT_VERDICTS))
+        found = await fetch_verdicts(share.client, max(0, last + 1 - MAX_VERDICTS))
         chains.append(tuple(one for one in found if one.round <= last))
     if not are_all_stages([chain[-1] for chain in chains]):
         raise WireError("the coordinator's verdicts on the stages of one round do not go together")

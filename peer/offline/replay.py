@@ -1,8 +1,7 @@
-"""``shoal replay``: a peer's finished rounds made again from what it kept, and compared with what the run had.
+"""``shoal replay``: a peer's finished rounds computed again from what it kept, and compared with the run's.
 
 Offline. A checkpoint's state and a round's committed bytes give the next state; the next round's plan, which the
-coordinator has signed, says which digest that one had.
-"""
+coordinator has signed, says which digest that state had."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from shoal.compression.codec_map import CodecMap
 from shoal.peer.checkpoints.checkpoint import read_checkpoint, read_verdicts
 from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import VERDICTS_FILE, Manifest, read_manifest
@@ -25,7 +23,6 @@ from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, round_
 from shoal.peer.folders import is_stage_folder
 from shoal.peer.history.catch_up import RoundApplier, is_start_of, rounds_after
 from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Verdict
@@ -39,8 +36,10 @@ _EQUAL = {True: Text("✓ equal", style="green"), False: Text("✗ differs", sty
 
 @dataclass(frozen=True)
 class Replayed:
-    """A round made again. ``stage``: whose it is, of a pipeline; ``expected``: the digest that the state after it had
-    in the run, None where nothing here says; ``vouched_by``: what says so."""
+    """A round that was computed again.
+
+    ``stage``: whose round it is, of a pipeline; ``expected``: the digest of the state after it in the run, None where
+    it is not known here; ``vouched_by``: what names that digest."""
 
     stage: int | None
     round: int
@@ -68,11 +67,13 @@ class Replayed:
 
 
 def replay(folder: Path, number: int | None = None, identity: Identity | None = None) -> Iterator[Replayed]:
-    """Every round from the oldest checkpoint on, or from the newest one before round ``number`` to that round; of a
-    pipeline's peer, those of each stage that it has kept; ``identity`` opens sealed checkpoints.
+    """Compute again every round from the oldest checkpoint on, or those from the newest checkpoint before round
+    ``number`` to it.
 
-    Raises ``StateFileError`` when something is missing or damaged, naming it, and, after having shown it, for a round
-    from which another state comes out than the run had; of several stages once all others have been shown."""
+    Of a pipeline's peer it does so for each stage that it has kept. ``identity`` opens sealed checkpoints.
+
+    Raises ``StateFileError`` where something is missing or damaged, naming it, and, after yielding it, for a round that
+    gives another state than the run had; of several stages only after all others."""
     refused: StateFileError | None = None
     for place in kept_folders(folder):
         try:
@@ -86,7 +87,7 @@ def replay(folder: Path, number: int | None = None, identity: Identity | None = 
 
 
 def _replay(place: Path, number: int | None, identity: Identity | None) -> Iterator[Replayed]:
-    """Those whose records are in that folder."""
+    """The rounds whose records are in that folder."""
     sources = {one: open_source(FolderSource(one), identity) for one in checkpoint_folders(place / CHECKPOINTS)}
     checkpoints = _manifests(place / CHECKPOINTS, sources)
     about = next(iter(checkpoints.values()))
@@ -95,9 +96,7 @@ def _replay(place: Path, number: int | None, identity: Identity | None) -> Itera
     verdicts = _verdicts(records, [(sources[one], its) for one, its in checkpoints.items()], owner)
     start, way = _way(checkpoints, verdicts, records, number)
     run = _run_file(about, start)
-    applier = RoundApplier(
-        run, CodecMap(run.format_map([(spec.name, spec.shape) for spec in about.layout])), outer_of(run.outer)
-    )
+    applier = RoundApplier(run, about.layout)
     state = read_checkpoint(sources[start], owner.run_hash).state
     vouched = _vouched(verdicts, way, checkpoints.values())
     stage = about.stage.number if about.stage is not None else None
@@ -123,8 +122,10 @@ def _replay(place: Path, number: int | None, identity: Identity | None) -> Itera
 
 
 def kept_folders(folder: Path) -> list[Path]:
-    """Where the one peer in ``folder``, which is that or further down, keeps checkpoints and rounds: its own folder, or
-    those of its stages. Raises ``StateFileError``."""
+    """Folders in which the one peer in or below ``folder`` keeps checkpoints and rounds: its own, or those of its
+    stages.
+
+    Raises ``StateFileError``."""
     found: list[Path] = []
     for above in ("", "*/", "*/*/", "*/*/*/"):  # no deeper than needed: a peer that runs may be writing further down
         found = found or sorted(one.parent for one in folder.glob(above + CHECKPOINTS) if one.is_dir())
@@ -137,7 +138,7 @@ def kept_folders(folder: Path) -> list[Path]:
 
 
 def table(rows: Sequence[Replayed]) -> Table:
-    """For people."""
+    """The rounds as a table for people."""
     shown = Table(box=None, pad_edge=False)
     has_stages = any(row.stage is not None for row in rows)
     for name in (*(("stage",) if has_stages else ()), "round", "version", "state", "in the run", "by", "seconds"):
@@ -154,7 +155,7 @@ def table(rows: Sequence[Replayed]) -> Table:
 
 
 def _manifests(folder: Path, sources: Mapping[Path, CheckpointSource]) -> dict[Path, Manifest]:
-    """By folder, oldest round first; at least one, and all of one run."""
+    """Manifests by folder, oldest round first: at least one, and all of one run."""
     found: dict[Path, Manifest] = {}
     for one, source in sources.items():
         run_hash = bytes.fromhex(next(iter(found.values())).run_hash) if found else None
@@ -167,7 +168,7 @@ def _manifests(folder: Path, sources: Mapping[Path, CheckpointSource]) -> dict[P
 def _way(
     checkpoints: dict[Path, Manifest], verdicts: dict[int, Verdict], records: RoundRecords, number: int | None
 ) -> tuple[Path, list[Verdict]]:
-    """The state to begin with, and the rounds to replay from there; at least one. Raises ``StateFileError``."""
+    """The checkpoint to begin with, and the rounds to replay from there, at least one. Raises ``StateFileError``."""
     ways = {
         one: rounds_after(verdicts.values(), about.anchor_version, bytes.fromhex(about.state_digest))
         for one, about in checkpoints.items()
@@ -213,7 +214,7 @@ def _run_file(about: Manifest, place: Path) -> RunFile:
 def _verdicts(
     records: RoundRecords, checkpoints: Iterable[tuple[CheckpointSource, Manifest]], owner: RecordOwner
 ) -> dict[int, Verdict]:
-    """All that are here, by round, signatures checked."""
+    """All verdicts that are here, by round, signatures checked."""
     found = {}
     for number in records.numbers():
         try:
@@ -240,7 +241,7 @@ def _missing(records: RoundRecords, first: int, stop: int | None = None) -> Stat
 def _vouched(
     verdicts: dict[int, Verdict], way: Sequence[Verdict], checkpoints: Iterable[Manifest]
 ) -> dict[tuple[int, int], tuple[bytes, str]]:
-    """By round and anchor version, which digest the state after a round had, and who says so."""
+    """By round and anchor version: the digest of the state after a round, and what names it."""
     vouched = {
         (about.round, about.anchor_version): (bytes.fromhex(about.state_digest), f"checkpoint of {about.peer}")
         for about in checkpoints

@@ -1,4 +1,4 @@
-"""A running run as a guest sees it: the state of its members, fetched whole or stage by stage of a pipeline."""
+"""Reader of a live run, as a guest: fetches its members' state, whole or stage by stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Share:
-    """A state that some members hold alike: the run's state, or that of one stage. ``vectors``: anchor and outer ones;
-    ``start``: what the run starts from, where that is a checkpoint."""
+class StateShare:
+    """A state that some members hold alike: the run's, or that of one stage.
+
+    ``vectors``: of anchor and outer optimizer; ``start``: what the run starts from, where that is a checkpoint."""
 
     client: CoordinatorClient
     layout: tuple[TensorSpec, ...]
@@ -57,7 +58,7 @@ class Share:
         return sum(spec.elements for spec in self.layout)
 
     async def anchor(self, view: RunView, *, rounded: bool = False) -> Tensor:
-        """That of the view, (n,) float32; ``rounded``: in bfloat16 on the way. Raises ``LinkError``."""
+        """Fetch the anchor of the view, (n,) float32; ``rounded``: transferred in bfloat16. Raises ``LinkError``."""
         if self._is_start(view):
             anchor = (await self.state(view)).anchor
             return anchor.bfloat16() if rounded else anchor
@@ -67,14 +68,14 @@ class Share:
         return (await self._fetch(view, only_anchor=True)).values[0]
 
     async def state(self, view: RunView) -> AnchorState:
-        """That of the view. Raises ``LinkError``."""
+        """Fetch the state of the view. Raises ``LinkError``."""
         if self._is_start(view):
             assert self.start is not None
             return await self.start.state_of(self.layout).fetch()
         return (await self._fetch(view, only_anchor=False)).whole()
 
     def _is_start(self, view: RunView) -> bool:
-        """Whether its digest is made of the run file's, so that it is checked by tensor."""
+        """Whether it is the state that the run starts from, whose tensors are checked one by one."""
         return self.start is not None and view.anchor_version == 0
 
     async def _fetch(self, view: RunView, *, only_anchor: bool) -> PartialState:
@@ -95,11 +96,11 @@ class Share:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """``shares``: the run's one, or one of each stage in their order."""
+    """A live run; ``shares``: the run's one state, or those of all stages in their order."""
 
     client: CoordinatorClient
     recipe: Recipe
-    shares: tuple[Share, ...]
+    shares: tuple[StateShare, ...]
 
     @property
     def run_file(self) -> RunFile:
@@ -110,8 +111,10 @@ class LiveRun:
         return tuple(spec for share in self.shares for spec in share.layout)
 
     async def at_one_version(self, fetch: Callable[[Sequence[RunView]], Awaitable[T]]) -> T:
-        """``fetch`` with the views of all shares, which are of one version; once more when that was out of date before
-        it had all. Raises ``StateFileError`` while members hold no such state, and what ``fetch`` raises."""
+        """Call ``fetch`` with views of one version of all shares; once more if that version was replaced before it had
+        all.
+
+        Raises ``StateFileError`` while members hold no such state, and what ``fetch`` raises."""
         for tries in range(1, _TRIES + 1):
             views = await self._agreed_views()
             try:
@@ -153,14 +156,14 @@ def _is_of_another_version(then: RunView, now: RunView) -> bool:
 
 
 def _agree(views: Sequence[RunView]) -> bool:
-    """Whether all are of the end of one round, and say which state that left."""
+    """Whether all views are of the end of one round, with the state that it left."""
     ends = {(view.anchor_version, view.verdict.round if view.verdict else None) for view in views}
     return len(ends) == 1 and all(view.state_digest is not None for view in views)
 
 
 @asynccontextmanager
-async def look_at(invite: Invite) -> AsyncIterator[LiveRun]:
-    """As a guest, until the context ends. Only for runs with an installed recipe: it gives names and shapes.
+async def observe_run(invite: Invite) -> AsyncIterator[LiveRun]:
+    """Observe a run as a guest, until the context ends. It needs an installed recipe, which gives names and shapes.
 
     Raises the errors of a join, and ``RecipeError``."""
     async with observe(invite) as client:
@@ -173,7 +176,7 @@ async def look_at(invite: Invite) -> AsyncIterator[LiveRun]:
         if run.pipeline is None:
             check_start_fits(run, recipe)
             layout = ParameterVector(recipe.build_model(run.run.seed)).layout
-            yield LiveRun(client, recipe, (Share(client, layout, vectors, start),))
+            yield LiveRun(client, recipe, (StateShare(client, layout, vectors, start),))
             return
         pipeline = client.view.pipeline
         if pipeline is None:
@@ -185,5 +188,5 @@ async def look_at(invite: Invite) -> AsyncIterator[LiveRun]:
             for first, stop in pairwise(pipeline.boundaries)
         ]
         async with observe_stages(client, len(layouts)) as clients:
-            shares = (Share(one, layout, vectors, start) for one, layout in zip(clients, layouts, strict=True))
+            shares = (StateShare(one, layout, vectors, start) for one, layout in zip(clients, layouts, strict=True))
             yield LiveRun(client, recipe, tuple(shares))

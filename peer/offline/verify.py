@@ -1,4 +1,4 @@
-"""``shoal verify``: checkpoints checked offline: files, signatures, verdicts, and what vouches for each state."""
+"""``shoal verify``: offline checks of checkpoints: files, signatures, verdicts, and what vouches for each state."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import are_all_stages
 
 ChainOwner = tuple[str, str, int]
-"""ChainOwner of a chain: the run by its hash, whose signatures count, and the scope: the run's, or a stage's."""
+"""Owner of a chain: run hash, key of the coordinator that signs, and scope: the run's, or a stage's."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A whole checkpoint. ``first_round``: from which on all verdicts up to its own were checked: 0, where they or the
-    history beside it have the whole chain; ``vouched_by``: the round whose plan, signed by the coordinator, names the
-    very state; None where only the peer's signature does. Of a model that was put together from stages both are of that
-    stage of which least is known."""
+    """A checkpoint that passed every check.
+
+    ``first_round``: all verdicts from this round up to its own were checked; 0 where they or the history beside it have
+    the whole chain. ``vouched_by``: the round whose plan, signed by the coordinator, names the state; None where only
+    the peer's signature does. Of a model joined from stages, both are of the stage of which least is known."""
 
     folder: Path
     manifest: Manifest
@@ -42,7 +43,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Refused:
-    """A checkpoint, or a history, that is not what it has to be; or is sealed for others, so that nobody can tell."""
+    """A checkpoint or a history that failed a check, or that is sealed for others and could not be checked."""
 
     place: Path
     reason: str
@@ -55,8 +56,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a checkpoint with a chain of its own: the run's state, or a stage's, with that digest. ``verdicts``: a
-    checked chain that ends with the checkpoint's round."""
+    """A part of a checkpoint with a verdict chain of its own: the run's state, or a stage's.
+
+    ``verdicts``: a checked chain that ends with the checkpoint's round."""
 
     owner: ChainOwner
     state_digest: str
@@ -65,7 +67,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Read:
-    """A whole checkpoint; ``parts``: one, or those of the stages that the model was put together from."""
+    """An undamaged checkpoint; ``parts``: one, or those of the stages that the model was joined from."""
 
     folder: Path
     manifest: Manifest
@@ -73,7 +75,7 @@ class _Read:
 
     @property
     def history(self) -> Path | None:
-        """Where its peer keeps the history that it is of. One that was set aside is of another."""
+        """Where its peer keeps the history that it belongs to; None for a checkpoint that was set aside."""
         folder = self.folder.absolute()
         is_current = folder.parent.name == CHECKPOINTS and folder.name.startswith("round-")
         return folder.parent.with_name(HISTORY_FILE) if is_current else None
@@ -81,7 +83,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class _History:
-    """A whole chain of verdicts from the run's first round on, checked; ``owner``: of which run and coordinator."""
+    """A complete, checked chain of verdicts from the run's first round on."""
 
     path: Path
     owner: ChainOwner
@@ -89,7 +91,7 @@ class _History:
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint in this folder, or all below it. Raises ``StateFileError`` when there is none."""
+    """The checkpoint in this folder, or all below it. Raises ``StateFileError`` where there is none."""
     found = checkpoints_in(folder)
     if found == [folder]:
         return found
@@ -101,8 +103,9 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def verify_checkpoints(folders: Iterable[Path], identity: Identity | None = None) -> list[Verified | Refused]:
-    """Everything that can be checked without the network, of each, and of the histories that lie beside them as their
-    peers keep them; ``identity`` opens sealed ones. Those of one run vouch for each other's states."""
+    """Check everything that can be checked offline, of each checkpoint and of the histories beside them.
+
+    ``identity`` opens sealed ones. Checkpoints of one run vouch for each other's states."""
     whole: list[_Read] = []
     results: dict[Path, Verified | Refused] = {}
     for folder in folders:
@@ -132,7 +135,8 @@ def verify_checkpoints(folders: Iterable[Path], identity: Identity | None = None
 
 
 def _read_history(path: Path) -> _History:
-    """Raises ``StateFileError``. That a record at its end is not whole is no damage: it is just being written."""
+    """Read and check a history. An incomplete last record is no damage: a peer may be writing it. Raises
+    ``StateFileError``."""
     try:
         kept = unpack_history(read_regular(path), str(path))
     except OSError as error:
@@ -147,8 +151,10 @@ def _read_history(path: Path) -> _History:
 
 
 def _first_round(one: _Read, history: _History) -> int:
-    """From which round on the chain is known up to this checkpoint. Raises ``StateFileError`` when the history has
-    another verdict for a round of it. It may be some rounds behind: it is not flushed before checkpoints are."""
+    """The round from which on the chain is known up to this checkpoint.
+
+    The history may be some rounds behind, as it is not flushed before checkpoints are written. Raises
+    ``StateFileError`` where it has another verdict for one of the checkpoint's rounds."""
     (part,) = one.parts if len(one.parts) == 1 else (None,)
     if part is None or history.owner != part.owner:
         raise refusal(str(history.path), "its head", "the run and the coordinator of the checkpoint", "others")
@@ -195,8 +201,7 @@ def _check(folder: Path, identity: Identity | None) -> _Read:
 
 
 def _digests(checkpoint: Checkpoint, place: str) -> Iterator[str]:
-    """Of what each part has its chain for. Raises ``StateFileError`` where a stage's part is not what it is said to
-    be."""
+    """Yield the digest of each part's state. Raises ``StateFileError`` where it is not as the manifest says."""
     manifest, state = checkpoint.manifest, checkpoint.state
     if manifest.parts is None:
         yield manifest.state_digest
@@ -211,7 +216,7 @@ def _digests(checkpoint: Checkpoint, place: str) -> Iterator[str]:
 
 
 def _verdicts(source: CheckpointSource, checkpoint: Checkpoint, number: int, scope: int) -> tuple[Verdict, ...]:
-    """A part's, which are a chain. Raises ``StateFileError``."""
+    """The verdicts of a part, which have to be a chain. Raises ``StateFileError``."""
     manifest, place = checkpoint.manifest, source.place(checkpoint.manifest.verdicts_files[number])
     verdicts = unpack_verdicts(checkpoint.verdicts[number], place)
     if not verdicts:
@@ -222,8 +227,9 @@ def _verdicts(source: CheckpointSource, checkpoint: Checkpoint, number: int, sco
 
 
 def _last_verdict(manifest: Manifest, parts: Sequence[_Part], place: str) -> Verdict:
-    """Of the checkpoint's round. Of a model that was put together, the first stage's, which all others are tied to: by
-    what the coordinator signed. Raises ``StateFileError`` where they are not."""
+    """The verdict of the checkpoint's round; of a model joined from stages the first stage's.
+
+    Raises ``StateFileError`` unless the coordinator's signatures tie the stages' verdicts together."""
     lasts = [part.verdicts[-1] for part in parts]
     for number, (part, last) in enumerate(zip(manifest.parts or (), lasts, strict=False)):
         if part.chain != last.chain.hex():
@@ -243,7 +249,8 @@ def _check_chain(
 
 
 def _voucher_of_all(one: _Read, told: Sequence[tuple[ChainOwner, Sequence[Verdict]]]) -> int | None:
-    """The round with a plan for each part of it. Raises ``StateFileError`` when one names another state."""
+    """The latest round that vouches for a part, if each part has one. Raises ``StateFileError`` where one names another
+    state."""
     found = []
     for part in one.parts:
         chains = [chain for owner, chain in told if owner == part.owner]
@@ -253,7 +260,7 @@ def _voucher_of_all(one: _Read, told: Sequence[tuple[ChainOwner, Sequence[Verdic
 
 
 def _voucher(place: str, part: _Part, chains: Iterable[Sequence[Verdict]]) -> int | None:
-    """The round after the checkpoint's whose plan names its state. Raises ``StateFileError`` when it names another."""
+    """The round after the checkpoint's whose plan names its state. Raises ``StateFileError`` where it names another."""
     last = part.verdicts[-1]
     for chain in chains:
         at = next((at for at, one in enumerate(chain) if one.chain == last.chain), len(chain))
@@ -270,7 +277,7 @@ def _voucher(place: str, part: _Part, chains: Iterable[Sequence[Verdict]]) -> in
 
 
 def _owners(manifest: Manifest) -> tuple[ChainOwner, ...]:
-    """Of the run or the stage, or of each stage that the model was put together from."""
+    """Owners of the parts' chains: the run or the stage, or each stage that the model was joined from."""
     if manifest.parts is not None:
         scopes = [scope_of(number) for number in range(len(manifest.parts))]
     else:

@@ -1,9 +1,8 @@
 """Whole models in a folder, newest first: checkpoints of all parameters, and stages that fit together.
 
-The stages of a pipeline may come from the checkpoints of several peers. Each gives a stage's state after the round of
-the checkpoint, and after those whose records were kept beside it. States of one round make a whole model, which is
-read or written as one checkpoint with one stage in memory at a time.
-"""
+The stages of a pipeline may come from the checkpoints of several peers. Each gives a stage's state after the
+checkpoint's round, and after those rounds whose records were kept beside it. States of one round make a whole model,
+which is read, or written as one checkpoint, with one stage in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from shoal.compression.codec_map import CodecMap
-from shoal.peer.checkpoints.checkpoint import pack_verdicts, read_checkpoint, read_verdicts
+from shoal.peer.checkpoints.checkpoint import MAX_VERDICTS, pack_verdicts, read_checkpoint, read_verdicts
 from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import (
     MANIFEST,
@@ -49,7 +47,6 @@ from shoal.peer.history.history_file import HISTORY_FILE, unpack_history
 from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
 from shoal.peer.regular_file import read_regular
 from shoal.peer.training.anchor import AnchorState, GrowingDigest
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.durable import sync_folder
 from shoal.swarm.errors import SealedForOthers, StateFileError, StorageError, WireError
 from shoal.swarm.protocol.identity import Identity
@@ -62,8 +59,10 @@ _KINDS = ("anchor", "outer")
 
 @dataclass(frozen=True)
 class StageState:
-    """A stage's share of a whole model. ``about``: of a checkpoint of that stage; ``load`` reads the state that the
-    last of ``verdicts`` made, and may raise ``StateFileError``."""
+    """A stage's share of a whole model.
+
+    ``about``: of a checkpoint of that stage; ``load`` reads the state that the last of ``verdicts`` made, and may raise
+    ``StateFileError``."""
 
     about: CheckpointAbout
     verdicts: tuple[Verdict, ...]
@@ -73,8 +72,9 @@ class StageState:
 def write_whole(
     place: Path, stages: Sequence[StageState], identity: Identity, sealed_for: Iterable[bytes] | None = None
 ) -> Manifest:
-    """Write ``place``, which must not be there, as a checkpoint of these stages, which are all, in their order, with
-    their states at the end of one round. Raises ``StorageError``, and what loading raises; nothing is left then."""
+    """Write ``place``, which must not exist, as a checkpoint of all stages, with their states at the end of one round.
+
+    Raises ``StorageError``, and what loading raises; nothing is left then."""
     with WholeCheckpoint(place, [stage.about for stage in stages], identity, sealed_for) as whole:
         for stage in stages:
             whole.append(stage.load(), stage.verdicts)
@@ -82,10 +82,10 @@ def write_whole(
 
 
 class WholeCheckpoint:
-    """``place`` once it is finished; until then, and if it never is, there is nothing. ``stages``: what they are of, in
-    their order, which the states that are appended follow.
+    """Writer of one checkpoint of a whole pipeline; ``place`` exists only once it is finished.
 
-    Raises ``StorageError``; its methods block."""
+    ``stages``: descriptions in their order, which is the order in which states are appended. Methods block, and raise
+    ``StorageError``."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class WholeCheckpoint:
         self._last: Verdict
 
     def append(self, state: AnchorState, verdicts: tuple[Verdict, ...]) -> None:
-        """The next stage's state, which the last of these verdicts made."""
+        """Write the next stage's state, which the last of these verdicts made."""
         about, self._last = self._stages[len(self._parts)], verdicts[-1]
         column = sum(part.elements for part in self._parts)
         if not self._parts:
@@ -122,7 +122,7 @@ class WholeCheckpoint:
         self._parts.append(StagePart(elements=about.elements, state_digest=state.digest.hex(), chain=chain))
 
     def finish(self) -> Manifest:
-        """Once all have been appended."""
+        """Complete the checkpoint, once all stages have been appended."""
         assert len(self._parts) == len(self._stages), "all stages"
         try:
             manifest = self._writer.finish(self._about())
@@ -142,7 +142,7 @@ class WholeCheckpoint:
         yield stage_verdicts_name(len(self._parts), len(self._stages)), iter([pack_verdicts(verdicts)])
 
     def _about(self) -> CheckpointAbout:
-        """As that of the first stage, but for what differs."""
+        """Description of the whole: the first stage's, with what differs replaced."""
         last = self._last
         assert last.together is not None, "a stage's verdict"
         first = {name: getattr(self._stages[0], name) for name in CheckpointAbout.model_fields}
@@ -159,7 +159,7 @@ class WholeCheckpoint:
         return CheckpointAbout(**{**first, **own})
 
     def _count_files(self) -> Counter[str]:
-        """Number of files of each kind, which the name of each one has."""
+        """Number of files of each kind, which is part of their names."""
         counts = Counter[str]()
         for stage in self._stages:
             outline = torch.empty(self._rows, stage.elements, device="meta")
@@ -187,13 +187,10 @@ class WholeCheckpoint:
 
 log = logging.getLogger(__name__)
 
-_MOST_VERDICTS = 64
-"""So much of the chain goes on into what is made of it, as in any checkpoint."""
-
 
 @dataclass(frozen=True)
 class KeptStage:
-    """``known``: the verdicts that lie there, by round, none of them checked."""
+    """A stage's checkpoint; ``known``: the verdicts in it and beside it, by round, not checked."""
 
     place: Path
     source: CheckpointSource
@@ -211,18 +208,18 @@ class KeptStage:
         beside = _history(place) if place.parent.name == CHECKPOINTS else {}
         return cls(place, source, manifest, manifest.stage, {**beside, **own})
 
-    def standing(self) -> Iterator[Standing]:
-        """Each round at whose end the stage stood at a state that can be had from here."""
+    def states(self) -> Iterator[LoadableState]:
+        """Yield the state at the end of each round at which the stage had a state that can be loaded from here."""
         way: tuple[Verdict, ...] = ()
         for made in (self.known[self.manifest.round], *self.rounds):
             if made.round != self.manifest.round:
                 way = (*way, made)
-            for verdict in self._while_it_stood(made):
-                yield Standing(self, verdict, way)
+            for verdict in self._unchanged_around(made):
+                yield LoadableState(self, verdict, way)
 
     @cached_property
     def rounds(self) -> tuple[Verdict, ...]:
-        """The committed ones that lead on from the checkpoint, as far as their bytes lie beside it."""
+        """The committed rounds after the checkpoint whose bytes lie beside it."""
         found = []
         for number in self._records.numbers():
             try:
@@ -236,8 +233,8 @@ class KeptStage:
         owner = RecordOwner(bytes.fromhex(self.manifest.run_hash), bytes.fromhex(self.manifest.coordinator_key))
         return RoundRecords(self.place.parent.with_name(RECORDS), owner)
 
-    def _while_it_stood(self, made: Verdict) -> Iterator[Verdict]:
-        """That verdict, and those before and after it of rounds that changed nothing."""
+    def _unchanged_around(self, made: Verdict) -> Iterator[Verdict]:
+        """Yield that verdict, and those before and after it of rounds that changed nothing."""
         yield made
         before = made
         while not before.committed:
@@ -257,9 +254,9 @@ class KeptStage:
             after = later
 
     def chain_up_to(self, verdict: Verdict) -> tuple[Verdict, ...]:
-        """The known part of the chain up to there, oldest first: an unbroken piece."""
+        """The known, unbroken part of the chain up to that verdict, oldest first."""
         found = [verdict]
-        while len(found) < _MOST_VERDICTS:
+        while len(found) < MAX_VERDICTS:
             earlier = self.known.get(found[-1].round - 1)
             if earlier is None or earlier.chain != found[-1].previous_chain:
                 break
@@ -267,22 +264,21 @@ class KeptStage:
         return tuple(reversed(found))
 
     def load(self, way: tuple[Verdict, ...]) -> AnchorState:
-        """The checkpoint's state, taken forward by those rounds. Raises ``StateFileError``."""
+        """The checkpoint's state with those rounds applied. Raises ``StateFileError``."""
         state = read_checkpoint(self.source, bytes.fromhex(self.manifest.run_hash)).state
         if not way:
             return state
         run = parse_run_file(self.manifest.run_toml, f"{self.place}: the run file")
-        codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in self.manifest.layout]))
         newest = way[-1].anchor_version
-        state = roll_forward(state, self._records, RoundApplier(run, codec_map, outer_of(run.outer)), newest)
+        state = roll_forward(state, self._records, RoundApplier(run, self.manifest.layout), newest)
         if state.version != newest:
             raise StateFileError(f"{self._records.folder}: the rounds there lead to version {state.version} only")
         return state
 
 
 @dataclass(frozen=True)
-class Standing:
-    """The state at the end of the round of ``verdict``; ``way``: the rounds that lead to it from the checkpoint."""
+class LoadableState:
+    """The state of a stage at the end of the round of ``verdict``; ``way``: the rounds from the checkpoint to it."""
 
     kept: KeptStage
     verdict: Verdict
@@ -296,7 +292,7 @@ class Standing:
         return self.kept.load(self.way)
 
     def named_later(self) -> bytes | None:
-        """The digest of this state by the next round's plan, as the coordinator signed it; None where that is not known
+        """The digest of this state by the next round's plan, which the coordinator signed; None where it is not known
         here."""
         later = self.kept.known.get(self.verdict.round + 1)
         if later is None or later.plan is None or later.previous_chain != self.verdict.chain:
@@ -328,8 +324,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WholeModel:
-    """``stages``: in their order; of a checkpoint that has all parameters already, that one alone. ``places``: where it
-    was found."""
+    """A whole model that can be loaded. ``stages``: in their order, or the one checkpoint of all parameters;
+    ``places``: where it was found."""
 
     round: int
     version: int
@@ -340,7 +336,7 @@ class WholeModel:
 
 @dataclass
 class _Found:
-    """All readable checkpoints and stages there."""
+    """All readable checkpoints and stages in a folder."""
 
     whole: list[WholeModel]
     stages: list[KeptStage]
@@ -350,13 +346,14 @@ class _Found:
         runs: defaultdict[tuple[str, str], list[KeptStage]] = defaultdict(list)
         for kept in self.stages:
             runs[kept.manifest.run_hash, kept.manifest.coordinator_key].append(kept)
-        return [*self.whole, *(model for kept in runs.values() for model in _together(kept))]
+        return [*self.whole, *(model for kept in runs.values() for model in _join_stages(kept))]
 
 
 def use_newest(folder: Path, identity: Identity | None, use: Callable[[WholeModel], T]) -> T:
-    """The result of ``use`` for the checkpoint in this folder, or for the newest whole model anywhere below it that it
-    does not refusal; ``identity`` opens sealed ones. Manifests and verdicts have been read then, states not.
+    """Return ``use`` of the checkpoint in this folder, or of the newest whole model below it that ``use`` does not
+    refuse.
 
+    ``identity`` opens sealed ones. ``use`` gets models whose manifests and verdicts have been read, and states not.
     Raises ``StateFileError`` where there is none that can be used."""
     found = _find(folder, identity)
     models = found.models()
@@ -401,22 +398,22 @@ def _load(source: CheckpointSource, manifest: Manifest) -> AnchorState:
     return read_checkpoint(source, bytes.fromhex(manifest.run_hash)).state
 
 
-def _together(kept: Sequence[KeptStage]) -> Iterator[WholeModel]:
-    """Of one run: newest version first, of each version the newest round at which all stages stood there."""
-    at: defaultdict[tuple[int, int], list[Standing]] = defaultdict(list)
+def _join_stages(kept: Sequence[KeptStage]) -> Iterator[WholeModel]:
+    """Whole models of one run: newest version first, of each version the newest round at which all stages had it."""
+    at: defaultdict[tuple[int, int], list[LoadableState]] = defaultdict(list)
     for one in kept:
-        for standing in one.standing():
-            at[standing.verdict.anchor_version, standing.verdict.round].append(standing)
+        for state in one.states():
+            at[state.verdict.anchor_version, state.verdict.round].append(state)
     for _, same in groupby(sorted(at, reverse=True), key=lambda place: place[0]):
         model = next((model for place in same for model in _of_one_round(at[place])), None)
         if model is not None:
             yield model
 
 
-def _of_one_round(standing: Sequence[Standing]) -> Iterator[WholeModel]:
-    """What is tied together by the verdicts' own word: of all stages, and of one history of the run."""
-    by_tie: defaultdict[bytes | None, defaultdict[int, list[Standing]]] = defaultdict(lambda: defaultdict(list))
-    for one in standing:
+def _of_one_round(states: Sequence[LoadableState]) -> Iterator[WholeModel]:
+    """Whole models of one round: all stages, of one history of the run, tied together by their signed verdicts."""
+    by_tie: defaultdict[bytes | None, defaultdict[int, list[LoadableState]]] = defaultdict(lambda: defaultdict(list))
+    for one in states:
         by_tie[one.verdict.together][one.kept.stage.number].append(one)
     for stages in by_tie.values():
         chosen = [sorted(stages[number], key=lambda one: len(one.way)) for number in sorted(stages)]
@@ -431,7 +428,7 @@ def _of_one_round(standing: Sequence[Standing]) -> Iterator[WholeModel]:
         )
 
 
-def _are_the_runs(chosen: Iterable[Sequence[Standing]]) -> bool:
+def _are_the_runs(chosen: Iterable[Sequence[LoadableState]]) -> bool:
     firsts = [choices[0] for choices in chosen]
     try:
         for one in firsts:
@@ -442,8 +439,8 @@ def _are_the_runs(chosen: Iterable[Sequence[Standing]]) -> bool:
     return are_all_stages([one.verdict for one in firsts])
 
 
-def _stage_state(choices: Sequence[Standing]) -> StageState:
-    """From the first of these that is whole, and that a later plan, where one is known here, has named."""
+def _stage_state(choices: Sequence[LoadableState]) -> StageState:
+    """The stage's state from the first choice that is undamaged and that a later plan, if one is known here, names."""
     named = next((digest for one in choices if (digest := one.named_later()) is not None), None)
 
     def load() -> AnchorState:
@@ -468,7 +465,7 @@ def _missing(kept: Sequence[KeptStage]) -> str:
     count = max(one.stage.stages for one in kept)
     versions: Mapping[int, set[int]] = {number: set() for number in range(count)}
     for one in kept:
-        versions[one.stage.number].update(standing.verdict.anchor_version for standing in one.standing())
+        versions[one.stage.number].update(state.verdict.anchor_version for state in one.states())
     told = [
         f"stage {number}: {', '.join(map(str, sorted(its))) if its else 'missing'}" for number, its in versions.items()
     ]

@@ -53,7 +53,7 @@ class StartFiles:
         others: list[str] = []
         for source, manifest in whole_checkpoints(folder, identity, others):
             if (manifest.round, manifest.state_digest) != (start.round, start.state):
-                others.append(f"{source.place(MANIFEST)} is round {manifest.round} of {run_of(manifest)}")
+                others.append(f"{source.place(MANIFEST)} is round {manifest.round} of {manifest.run_folder}")
                 continue
             difference = start.difference(manifest.layout, whole=True)
             if difference:
@@ -80,11 +80,6 @@ class StartFiles:
 def hash_of(shape: tuple[int, ...], rows: Tensor) -> str:
     """Hash of a tensor as in a run file's ``[start]``; ``rows``: ``(count, elements) float32``."""
     return tensor_hash(shape, len(rows), [bytes_of(row) for row in rows])
-
-
-def run_of(manifest: Manifest) -> str:
-    """As its folder is called."""
-    return f"{manifest.run}-{manifest.run_hash[:8]}"
 
 
 def whole_checkpoints(

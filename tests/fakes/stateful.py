@@ -10,7 +10,6 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, swarm
 from torch import Tensor
 
-from shoal.compression.codec_map import CodecMap
 from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp
 from shoal.peer.history.record_archive import RecordArchive
 from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
@@ -20,6 +19,7 @@ from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcome import Committed, RoundOutcome
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import TensorSpec
 
 
 class StatefulMember(SimMember):
@@ -42,7 +42,7 @@ class StatefulMember(SimMember):
 
     async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
         run = self.client.run_file
-        self.steps = RoundApplier(run, CodecMap(run.format_map([("w", (self.elements,))])), self.outer)
+        self.steps = RoundApplier(run, [TensorSpec(name="w", shape=(self.elements,), dtype="float32")])
         records = RoundRecords(self.folder / self.peer / RECORDS, RecordOwner(run.hash, self.client.coordinator_key))
         self.keeper = RecordArchive(records, self.endpoint, tasks, 0, lambda: None)
         await self.keeper.start()

@@ -1,4 +1,4 @@
-"""Copies of checkpoints at a URL: the files of each, search, and the rounds and stages of which there are copies.
+"""Copies of checkpoints at a URL: their files, search, and the rounds and stages of which there are copies.
 
 A copy is a checkpoint's folder, plain or sealed: the file that is uploaded last, and those that it lists."""
 
@@ -14,23 +14,19 @@ from shoal.peer.checkpoints.encryption import ENVELOPE, SUFFIX, read_envelope
 from shoal.peer.checkpoints.manifest import MANIFEST, OWN_FILE, FileEntry, read_manifest
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import CheckpointSource
+from shoal.peer.checkpoints.store import round_in
 from shoal.peer.regular_file import open_regular
 
 LAST_FILES = (MANIFEST, ENVELOPE)
+"""The file that is uploaded last and lists the others: of a plain checkpoint, of a sealed one."""
 _PIECE_BYTES = 2**22
-_ROUND = re.compile(r"round-([0-9]{8,19})")
-
-
-def round_in(folder_name: str) -> int | None:
-    """The round in the name of a checkpoint's folder; None for other names."""
-    match = _ROUND.fullmatch(folder_name)
-    return int(match.group(1)) if match else None
 
 
 @dataclass(frozen=True)
 class CopyListing:
-    """``last``: the file that is written last and lists the others; ``files``: bytes and SHA-256 by name, of ``last``
-    too; ``private``: the file of the peer's own."""
+    """Files of a checkpoint's folder: bytes and SHA-256 by name.
+
+    ``last``: the file that lists the others, itself in ``files``; ``private``: the file of the peer's own state."""
 
     last: str
     files: Mapping[str, FileEntry]
@@ -41,13 +37,13 @@ class CopyListing:
         return self.last == ENVELOPE
 
     def to_copy(self) -> list[str]:
-        """The files that a copy for elsewhere has, in the order of sending: what is the peer's own only sealed."""
+        """Files to upload, in this order. The peer's own state is uploaded only if it is sealed."""
         listed = [name for name in sorted(self.files) if name != self.last]
         return [name for name in listed if self.is_sealed or name != self.private] + [self.last]
 
 
 def read_listing(source: CheckpointSource) -> CopyListing:
-    """Files of a folder that has one of ``LAST_FILES``. Raises ``StateFileError`` where it is damaged."""
+    """List the files of a checkpoint's folder. Raises ``StateFileError`` where it is damaged."""
     files: dict[str, FileEntry]
     if source.has(ENVELOPE):
         last, private = ENVELOPE, OWN_FILE + SUFFIX
@@ -61,7 +57,7 @@ def read_listing(source: CheckpointSource) -> CopyListing:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Bytes and SHA-256 of a file here. Raises ``OSError``."""
+    """Bytes and SHA-256 of a local file. Raises ``OSError``."""
     digest, size_bytes = hashlib.sha256(), 0
     with open_regular(path) as file:
         while piece := file.read(_PIECE_BYTES):
@@ -79,8 +75,10 @@ _STAGE = re.compile(r"stage-([0-9]{5})")
 
 @dataclass(frozen=True)
 class RemoteCopy:
-    """A checkpoint's folder at a URL, whole or not. ``last``: the file that lists the others; None where there is none,
-    as in a copy that was not finished; ``stage``: of a pipeline, as the folder above it is named."""
+    """A checkpoint's folder at a URL.
+
+    ``last``: the file that lists the others, None in an unfinished copy; ``stage``: of a pipeline, by the name of the
+    folder above."""
 
     path: str
     run: str
@@ -96,8 +94,9 @@ class RemoteCopy:
 
 
 def find_copies(remote: RemoteStore) -> list[RemoteCopy]:
-    """All below the URL, be it of a run, of a peer, of a stage, or of all; newest round first. Raises
-    ``RemoteStorageError``."""
+    """Find all copies below a URL of a run, of a peer, of a stage, or of all of them; newest round first.
+
+    Raises ``RemoteStorageError``."""
     found = _below(remote, "", _DEEPEST)
     return sorted(found, key=lambda copy: (-copy.round, copy.run, copy.peer, copy.stage or 0))
 
@@ -121,24 +120,25 @@ def _below(remote: RemoteStore, path: str, depth: int) -> list[RemoteCopy]:
 
 
 def by_preference(copies: Sequence[RemoteCopy], mine: str) -> list[RemoteCopy]:
-    """Newest first, and of as new ones the peer's own."""
+    """Newest copies first; of one round the peer's own first."""
     return sorted(copies, key=lambda copy: (-copy.round, copy.peer != mine, copy.peer))
 
 
 def stages_needed(copies: Sequence[RemoteCopy], mine: str) -> list[int]:
-    """The stages that this peer has copied, as it held them; all that there are for one that has copied none."""
+    """The stages that this peer has copied, or all stages if it has copied none."""
     own = {copy.stage for copy in copies if copy.peer == mine}
     return sorted({copy.stage for copy in copies if copy.stage is not None and (not own or copy.stage in own)})
 
 
 def in_step(copies: Sequence[RemoteCopy]) -> Iterator[int]:
-    """The rounds of which there is a finished copy of each stage that has any, newest first: the run goes on from a
-    version that all its stages have."""
+    """Yield the rounds of which every stage has a finished copy, newest first.
+
+    A run can only go on from a version that all its stages have."""
     yield from sorted(set.intersection(*map(set, _rounds(copies).values())), reverse=True)
 
 
 def say_rounds(copies: Sequence[RemoteCopy]) -> str:
-    """Rounds of finished copies, by stage if there are any."""
+    """Rounds of finished copies, by stage if there are any, for messages."""
     said = []
     for stage, rounds in _rounds(copies).items():
         newest = [str(number) for number in sorted(rounds, reverse=True)]
@@ -149,6 +149,6 @@ def say_rounds(copies: Sequence[RemoteCopy]) -> str:
 
 
 def _rounds(copies: Sequence[RemoteCopy]) -> dict[int | None, set[int]]:
-    """The finished copies by stage."""
+    """Rounds of finished copies, by stage."""
     stages = sorted({copy.stage for copy in copies}, key=lambda stage: -1 if stage is None else stage)
     return {stage: {copy.round for copy in copies if copy.stage == stage and copy.last is not None} for stage in stages}

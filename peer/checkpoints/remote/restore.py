@@ -1,8 +1,7 @@
-"""Restore of checkpoints from their copies at a URL: search, choice, download with resume.
+"""Restore of checkpoints from their copies at a URL: choice, download with resume, and every check.
 
-A copy is a checkpoint's folder, plain or sealed: the file that is uploaded last, and those that it lists. The newest
-whole copy, or that of one round, is downloaded to where ``shoal join`` looks; of a pipeline one of each stage.
-"""
+The newest complete copy, or that of one round, is downloaded to where ``shoal join`` looks; of a pipeline one of each
+stage."""
 
 from __future__ import annotations
 
@@ -25,13 +24,12 @@ from shoal.peer.checkpoints.remote.copies import (
     entry_of,
     in_step,
     read_listing,
-    round_in,
     say_rounds,
     stages_needed,
 )
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource, refusal
-from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
+from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, folder_name, round_of
 from shoal.peer.folders import stage_folder
 from shoal.peer.regular_file import open_regular
 from shoal.swarm import durable
@@ -45,8 +43,10 @@ _INCOMING = "restoring"
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A checked copy on this machine, and where it is to be; ``incoming``: None where it is there already; ``stages``:
-    how many its run has, 0 for one without."""
+    """A checked copy on this machine.
+
+    ``incoming``: where it is now, None where ``place`` has it already; ``stages``: number of the run's stages, 0 for a
+    run without."""
 
     incoming: Path | None
     place: Path
@@ -54,7 +54,9 @@ class _Fetched:
 
 
 class CheckpointRestorer:
-    """Puts copies below ``to``, for the peer of ``identity``. ``say``: told what is done; ``pause``: sleeps."""
+    """Downloads copies to below ``to``, for the peer of ``identity``.
+
+    ``say``: called with each message about progress; ``pause``: sleeps."""
 
     def __init__(
         self,
@@ -73,14 +75,16 @@ class CheckpointRestorer:
     def restore(
         self, copies: Sequence[RemoteCopy], *, all_stages: bool = False, number: int | None = None
     ) -> list[Path]:
-        """The newest one that is whole and can be opened; the folder that it is in now. What is there already is not
-        touched: where it is as new, it is what is returned. ``number``: of that round, and no other.
+        """Restore the newest copy that is complete and can be opened; return its folder.
 
-        Of a pipeline one of each stage that this peer has copied, or of all (``all_stages``, or where it has copied
-        none), of the newest round of which all stages have a copy, whichever of them are brought here: nobody can go
-        on from anything else.
+        A checkpoint that is here already is not touched; if it is as new, its folder is returned. ``number``: restore
+        that round and no other.
 
-        Raises ``StateFileError`` when there is none, ``SealedForOthers`` when they are all sealed for others,
+        Of a pipeline it restores one copy of each stage that this peer has copied, or of every stage (with
+        ``all_stages``, or where it has copied none). They are of the newest round of which all stages of the run have a
+        copy, as nobody can go on from anything else.
+
+        Raises ``StateFileError`` where there is none, ``SealedForOthers`` where all are sealed for others,
         ``UserError`` for copies of several runs, ``RemoteStorageError``, ``StorageError``."""
         if runs := sorted({copy.run for copy in copies})[1:]:
             raise UserError(
@@ -103,7 +107,7 @@ class CheckpointRestorer:
         missing = sorted(set(range(fetched[0].stages)) - {copy.stage for copy in staged})
         if missing:
             which = ", ".join(f"stage {one}" for one in missing)
-            self._say(f"there is no copy of {which}: unless a peer has kept what is missing, the run begins anew")
+            self._say(f"there is no copy of {which}: unless a peer has kept what is missing, the run starts anew")
         return self._install_all(fetched)
 
     def _of_round(self, number: int, copies: Sequence[RemoteCopy]) -> list[RemoteCopy]:
@@ -113,36 +117,36 @@ class CheckpointRestorer:
         return found
 
     def _fetch_in_step(self, staged: Sequence[RemoteCopy], stages: Sequence[int]) -> list[_Fetched]:
-        """These stages, of the newest round that all have and that can be used."""
+        """Fetch these stages of the newest round that all stages have and that can be used."""
         refusals: list[StateFileError] = []
         for number in in_step(staged):
             try:
                 fetched = self._fetch_each([copy for copy in staged if copy.round == number], stages)
             except StateFileError as error:
-                self._say(f"round {number} of the stages cannot be had: {error}")
+                self._say(f"round {number} of the stages cannot be restored: {error}")
                 refusals.append(error)
                 continue
             newest = max(copy.round for copy in staged if copy.stage in stages and copy.last is not None)
             if refusals:
                 self._say(
-                    f"bring this round to the peers of the other stages, too: `shoal restore URL --round {number}`"
+                    f"restore this round on the peers of the other stages, too: `shoal restore URL --round {number}`"
                 )
             elif number < newest:
                 self._say(
                     f"round {number} is the newest of which all stages have a copy ({say_rounds(staged)}); where the "
-                    f"peers of other stages have kept what they held, `--round {newest}` brings a newer one beside it"
+                    f"peers of other stages have kept what they held, `--round {newest}` restores a newer one beside it"
                 )
             return fetched
         if refusals and all(isinstance(refusal, SealedForOthers) for refusal in refusals):
             raise refusals[0]
         raise StateFileError(
             f"{self._remote.url}: there is no round of which all stages have a copy that can be used: "
-            f"{say_rounds(staged)}; where peers have kept what is missing, `shoal restore URL --round N` brings the "
-            "stages that have a copy of round N, else the run can only begin anew"
+            f"{say_rounds(staged)}; where peers have kept what is missing, `shoal restore URL --round N` restores the "
+            "stages that have a copy of round N, else the run can only start anew"
         )
 
     def _fetch_each(self, copies: Sequence[RemoteCopy], stages: Sequence[int]) -> list[_Fetched]:
-        """One of each stage, or none of any; ``copies``: all of one round."""
+        """Fetch one copy of each stage, or none at all; ``copies``: all of one round."""
         fetched: list[_Fetched] = []
         try:
             for stage in stages:
@@ -166,7 +170,7 @@ class CheckpointRestorer:
         return [one.place for one in fetched]
 
     def _fetch_best(self, copies: Sequence[RemoteCopy], *, is_exact: bool) -> _Fetched:
-        """The newest one that can be used; ``is_exact``: a newer one that is here already does not do instead.
+        """Fetch the newest copy that can be used; with ``is_exact`` a newer local checkpoint is no substitute.
 
         Raises ``StateFileError``, ``SealedForOthers``, ``StorageError``."""
         refusals: list[StateFileError] = []
@@ -198,12 +202,12 @@ class CheckpointRestorer:
             place = self._place(manifest)
             stages = manifest.stage.stages if manifest.stage is not None else 0
             here = self._whole_here([place] if is_exact else reversed(checkpoint_folders(place.parent)))
-            if here is not None and (round_in(here.name) or 0) >= copy.round:
+            if here is not None and round_of(here) >= copy.round:
                 self._say(f"{here}: is as new as the copy of round {copy.round}; it stays")
                 shutil.rmtree(incoming)
                 return _Fetched(None, here, stages)
             if place.exists():
-                raise StateFileError(f"{place}: is in the way, and is no whole checkpoint; move it away first")
+                raise StateFileError(f"{place}: is there and is no undamaged checkpoint; move it away first")
             which = f"{manifest.run}" if copy.stage is None else f"{manifest.run}, stage {copy.stage}"
             self._say(f"round {copy.round} of {which}, by peer {manifest.peer}, from {self._remote.shown(copy.path)}")
             self._fetch_all(copy, listing, incoming, own=manifest.peer == self._identity.peer_id)
@@ -214,10 +218,10 @@ class CheckpointRestorer:
         return _Fetched(incoming, place, stages)
 
     def _list(self, copy: RemoteCopy, incoming: Path) -> tuple[CopyListing, Manifest]:
-        """Bring what lists the files, which is all that says of which run the copy is."""
+        """Fetch the copy's list of files and its manifest, which alone say of which run it is."""
         assert copy.last is not None
         sizes = self._remote.sizes(copy.path)
-        # Always again: it is small, and another history may have taken its place since.
+        # Fetched anew each time: it is small, and a copy of another history may have taken its place.
         self._fetch(copy, copy.last, incoming, min(sizes.get(copy.last, 0), MAX_ENVELOPE_BYTES))
         source = FolderSource(incoming)
         listing = read_listing(source)
@@ -239,13 +243,12 @@ class CheckpointRestorer:
         return listing, manifest
 
     def _place(self, manifest: Manifest) -> Path:
-        run = f"{manifest.run}-{manifest.run_hash[:8]}"
-        peer = self._to / run / self._identity.peer_id
+        peer = self._to / manifest.run_folder / self._identity.peer_id
         folder = peer if manifest.stage is None else stage_folder(peer, manifest.stage.number)
-        return folder / CHECKPOINTS / f"round-{manifest.round:08}"
+        return folder / CHECKPOINTS / folder_name(manifest.round)
 
     def _whole_here(self, places: Iterable[Path]) -> Path | None:
-        """The first whole checkpoint of those on this machine."""
+        """The first undamaged checkpoint among these local folders."""
         for place in places:
             with suppress(StateFileError):
                 read_checkpoint(open_source(FolderSource(place), self._identity))
@@ -259,13 +262,13 @@ class CheckpointRestorer:
                 self._fetch_checked(copy, name, listing.files[name], incoming)
 
     def _fetch_checked(self, copy: RemoteCopy, name: str, entry: FileEntry, incoming: Path) -> None:
-        """Unless it is here already. Raises ``StateFileError`` where it is not what was listed."""
+        """Fetch a file unless it is here already. Raises ``StateFileError`` where it is not as listed."""
         path = incoming / name
         if path.exists() and entry_of(path) == entry:
             return
         resumed = path.with_name(f"{name}.part").exists()
         self._fetch(copy, name, incoming, entry[0])
-        if entry_of(path) != entry and resumed:  # its beginning may have been of another checkpoint
+        if entry_of(path) != entry and resumed:  # its first part may have come from another checkpoint
             path.unlink()
             self._fetch(copy, name, incoming, entry[0])
         found = entry_of(path)
@@ -273,7 +276,7 @@ class CheckpointRestorer:
             raise refusal(self._remote.shown(f"{copy.path}/{name}"), "bytes and SHA-256", str(entry), str(found))
 
     def _fetch(self, copy: RemoteCopy, name: str, incoming: Path, size_bytes: int) -> None:
-        """Bring a file, or the rest of it."""
+        """Fetch a file, or the rest of it."""
         part = incoming / f"{name}.part"
         with open_regular(part, "ab") as file:
             if name == copy.last:
@@ -286,8 +289,8 @@ class CheckpointRestorer:
         part.replace(incoming / name)
 
     def _read(self, copy: RemoteCopy, name: str, start: int, stop: int) -> bytes:
-        """A block, tried again after growing pauses. Raises the last ``RemoteStorageError``."""
-        if start >= stop:  # some stores take it for an error to be asked for nothing
+        """Read a block, with further attempts after growing pauses. Raises the last ``RemoteStorageError``."""
+        if start >= stop:  # some stores refuse to read no bytes
             return b""
         path = f"{copy.path}/{name}"
         for tries in range(1, _TRIES + 1):
@@ -303,13 +306,13 @@ class CheckpointRestorer:
         raise AssertionError("the last try returns or raises")
 
     def _check(self, incoming: Path, manifest: Manifest) -> None:
-        """Everything, as before every use: signature, digests, tensors."""
+        """Check everything, as before every use: signature, digests, tensors."""
         checked = read_checkpoint(open_source(FolderSource(incoming), self._identity), bytes.fromhex(manifest.run_hash))
         if checked.manifest != manifest:
             raise refusal(str(incoming), "manifest", "the one that was checked before", "another")
 
     def _install(self, incoming: Path, place: Path) -> None:
-        """In one step; whoever is killed before it goes on with the same command."""
+        """Give the folder its place in one step; if killed before, the same command resumes."""
         place.parent.mkdir(parents=True, exist_ok=True)
         durable.sync_folder(incoming)
         incoming.rename(place)

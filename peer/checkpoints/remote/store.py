@@ -19,15 +19,16 @@ class RemoteStore:
     """The folder at a URL; paths are relative to it, with ``/``. Methods block: call them in worker threads."""
 
     def __init__(self, file_system: Any, root: str, url: str) -> None:
-        """``file_system``: as fsspec makes them; ``url``: for messages only."""
+        """``file_system``: an fsspec file system; ``url``: for messages only."""
         self._files = file_system
         self._root = root.rstrip("/")
         self.url = re.sub(r"(?<![:/])/+$", "", without_password(url))
 
     @classmethod
     def open(cls, url: str) -> RemoteStore:
-        """Raises ``RemoteStorageError`` where the URL is of an unknown kind or its driver is missing. Does not connect
-        yet: credentials and addresses are the driver's business, where it usually looks for them."""
+        """Open a URL, without connecting yet. Credentials and addresses are where its driver looks for them.
+
+        Raises ``RemoteStorageError`` where the URL is of an unknown kind or its driver is missing."""
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
@@ -44,7 +45,7 @@ class RemoteStore:
         return cls(file_system, root, url)
 
     def folders(self, path: str = "") -> list[str]:
-        """The names of the folders in a folder, sorted; none where there is no such folder."""
+        """Names of the folders in a folder, sorted; none where there is no such folder."""
         return sorted(_name(one) for one in self._entries(path) if one["type"] == "directory")
 
     def sizes(self, path: str) -> dict[str, int]:
@@ -52,18 +53,18 @@ class RemoteStore:
         return {_name(one): int(one["size"] or 0) for one in self._entries(path) if one["type"] == "file"}
 
     def put(self, local: Path, path: str) -> None:
-        """Send a file; the driver does so in several parts where it is large. Overwrites what is there."""
+        """Upload a file in place of any other; the driver sends a large one in several parts."""
         with self._failing(path, "cannot be written"):
             self._files.makedirs(self._at(path).rpartition("/")[0], exist_ok=True)
             self._files.put_file(str(local), self._at(path))
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """The bytes from ``start`` up to ``stop``, not beyond the file's end. Raises ``FileNotFoundError`` too."""
+        """The bytes from ``start`` to ``stop``, as far as the file has them. Raises ``FileNotFoundError``, too."""
         with self._failing(path, "cannot be read", FileNotFoundError):
             return bytes(self._files.cat_file(self._at(path), start=start, end=stop))
 
     def remove(self, path: str) -> None:
-        """A file, or a folder with all that is in it."""
+        """Remove a file, or a folder with everything in it."""
         with self._failing(path, "cannot be removed"):
             self._files.rm(self._at(path), recursive=True)
 
@@ -94,7 +95,7 @@ class RemoteStore:
 
 
 class DaemonThreads(Executor):
-    """A thread for each call, which nobody waits for at the end: a storage that hangs must not keep a process alive."""
+    """Executor with a daemon thread for each call: a storage that hangs must not keep a process alive."""
 
     def submit(self, work: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -111,7 +112,7 @@ class DaemonThreads(Executor):
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
+    """The URL without credentials, for messages."""
     return re.sub(r"//[^/@]*@", "//…@", url)
 
 

@@ -1,8 +1,7 @@
 """Upload of a peer's checkpoints to a URL in the background: files first, the one that lists them last.
 
-A ledger on this machine notes what has been copied where; a file counts as copied only once it is noted there. So an
-upload that was interrupted resumes with the next file.
-"""
+A ledger on this machine notes what has been uploaded where; a file counts as uploaded only once it is noted there. So
+an interrupted upload resumes with the next file."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from shoal.peer.checkpoints.manifest import FileEntry
-from shoal.peer.checkpoints.remote.copies import LAST_FILES, CopyListing, entry_of, read_listing, round_in
+from shoal.peer.checkpoints.remote.copies import LAST_FILES, CopyListing, entry_of, read_listing
 from shoal.peer.checkpoints.remote.store import DaemonThreads, RemoteStore
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CheckpointStore, StoredCheckpoint
+from shoal.peer.checkpoints.store import CheckpointStore, StoredCheckpoint, round_in
 from shoal.peer.regular_file import read_regular
 from shoal.swarm import durable
 from shoal.swarm.errors import RemoteStorageError, StateFileError
@@ -33,7 +32,7 @@ _NOTES = TypeAdapter(dict[str, dict[str, dict[str, FileEntry]]])
 
 
 class UploadLedger:
-    """UploadLedger of one peer's copies at one place. A damaged or lost one costs sending again, nothing else."""
+    """Ledger of one peer's uploads to one place. If it is damaged or lost, files are sent again."""
 
     def __init__(self, path: Path, place: str) -> None:
         self._path = path
@@ -44,29 +43,29 @@ class UploadLedger:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            log.warning("%s: cannot be read, so copies are sent again: %s", path, type(error).__name__)
+            log.warning("%s: cannot be read, so files are uploaded again: %s", path, type(error).__name__)
 
     def folders(self) -> frozenset[str]:
-        """The checkpoints of which something may be there."""
+        """Checkpoints that may have files there."""
         return frozenset(self._notes.get(self._place, {}))
 
     def entry(self, folder: str, name: str) -> FileEntry | None:
-        """Bytes and SHA-256 of the file as it was copied there; None for one that was not."""
+        """Bytes and SHA-256 of the file as it was uploaded; None for a file that was not."""
         return self._notes.get(self._place, {}).get(folder, {}).get(name)
 
-    def begin(self, folder: str) -> None:
-        """Something of it may be there from now on."""
+    def open_folder(self, folder: str) -> None:
+        """Note that the checkpoint may have files there from now on."""
         if folder not in self.folders():
             self._notes.setdefault(self._place, {})[folder] = {}
             self._write()
 
     def note(self, folder: str, name: str, entry: FileEntry) -> None:
-        """It has been copied."""
+        """Note that a file has been uploaded."""
         self._notes.setdefault(self._place, {}).setdefault(folder, {})[name] = entry
         self._write()
 
     def forget(self, folder: str) -> None:
-        """It is not there any more."""
+        """Note that the checkpoint has been removed there."""
         if self._notes.get(self._place, {}).pop(folder, None) is not None:
             self._write()
 
@@ -82,7 +81,7 @@ class UploadLedger:
 
 LEDGER = "copies.json"
 FINISH_S = 60.0
-"""Time that a copy under way has at a graceful end, in seconds."""
+"""Seconds that an upload has at a graceful end."""
 
 _LOOK_S = 2.0
 _FIRST_PAUSE_S = 5.0
@@ -93,7 +92,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CopyDestination:
-    """Destination and frequency of copies: the newest checkpoint, once it is ``every`` rounds newer than the last copy.
+    """Where checkpoints are copied to, and how often: once the newest is ``every`` rounds newer than the last copy.
+
     ``retention``: of the copies there."""
 
     remote: RemoteStore
@@ -106,10 +106,12 @@ def next_copy(
 ) -> int | None:
     """The round whose checkpoint is copied next; None for none.
 
-    ``here``: rounds with a checkpoint here; ``begun``: those of which a part has been copied; ``done``: those
-    of which all has. What was begun is finished first, oldest before newest; then only the newest counts. Where others
-    have to copy the same rounds and nobody knows how fast, or since when (``in_step``), multiples of ``every`` are due,
-    and of the new ones that which is a multiple of the largest power of two of them."""
+    ``here``: rounds with a checkpoint here; ``begun``: rounds of which files have been copied; ``done``: rounds that
+    have been copied completely. Unfinished copies are finished first, oldest first; after that only the newest
+    checkpoint counts.
+
+    ``in_step``: peers of other stages have to copy the same rounds, at unknown speeds. Then multiples of ``every`` are
+    due, and of the new checkpoints the one whose round is a multiple of the largest power of two."""
     half = [number for number in here if number in begun and number not in done]
     if half:
         return min(half)
@@ -125,18 +127,21 @@ def next_copy(
 
 
 def superfluous_in_step(rounds: Collection[int], retention: Retention, every: int) -> list[int]:
-    """Rounds of a stage's copies that may be removed, oldest first. Those that other stages have too, the multiples of
-    ``every``, are not displaced by the ones that a peer makes whenever it leaves its stage."""
+    """Rounds of a stage's copies that may be removed, oldest first.
+
+    Multiples of ``every``, which other stages have, too, are not displaced by the copies that a peer makes whenever it
+    leaves its stage."""
     shared = set(retention.superfluous([number for number in rounds if number % every == 0]))
     return [number for number in retention.superfluous(rounds) if number % every or number in shared]
 
 
 class CheckpointUploader:
-    """``run`` until ``finish``; on the event loop, every call to the driver in a thread of its own."""
+    """Copies a store's checkpoints to a URL: ``run`` it on the event loop until ``finish``; the driver has threads of
+    its own."""
 
     def __init__(self, store: CheckpointStore, to: CopyDestination, base: str, *, in_step: bool = False) -> None:
-        """``base``: the folder of this run and peer, and stage, at the URL; the ledger is beside the checkpoints;
-        ``in_step``: as for ``next_copy``."""
+        """``base``: the folder of this run and peer, and stage, at the URL; ``in_step``: as for ``next_copy``. The
+        ledger is beside the checkpoints."""
         self._store = store
         self._in_step = in_step
         self._remote = to.remote
@@ -153,7 +158,7 @@ class CheckpointUploader:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[CheckpointUploader]:
-        """Run it meanwhile, and finish at the end."""
+        """Run in the background of the context, and finish at its end."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.run())
             try:
@@ -162,20 +167,20 @@ class CheckpointUploader:
                 self.finish()
 
     async def run(self) -> None:
-        """Copy what is there and what comes; failures are told once and tried again after growing pauses.
+        """Copy the checkpoints that are here and that come; errors are logged once and retried after growing pauses.
 
-        Returns after ``finish``: when all is copied, or given up after ``FINISH_S``."""
+        Returns after ``finish``: when everything is copied, or after ``FINISH_S``."""
         try:
             async with asyncio.timeout(None) as self._limit:
                 while not (await self._step() and self._stop.is_set()):
                     await self._pause(self._pause_s())
         except TimeoutError:
-            log.warning("the last copy to %s was given up; it goes on when this peer joins again", self._remote.url)
+            log.warning("the last copy to %s is unfinished; it resumes when this peer joins again", self._remote.url)
         finally:
             self._limit = None
 
     def finish(self) -> None:
-        """Copy the newest checkpoint too, then end; on the loop of ``run``."""
+        """Copy the newest checkpoint, too, then end; on the event loop of ``run``."""
         self._stop.set()
         self._every = 1
         self._failures = min(self._failures, 1)
@@ -183,7 +188,7 @@ class CheckpointUploader:
             self._limit.reschedule(asyncio.get_running_loop().time() + FINISH_S)
 
     async def _step(self) -> bool:
-        """Copy one checkpoint if one is due; whether there was nothing (more) to do."""
+        """Copy one checkpoint if one is due; return whether nothing was due."""
         kept = self._due()
         if kept is None:
             return True
@@ -192,12 +197,12 @@ class CheckpointUploader:
             await self._copy(kept)
             self._tell_pace(self._newest() - newest)
             await self._tidy()
-        except (StateFileError, OSError) as error:  # it was removed meanwhile, or is damaged
+        except (StateFileError, OSError) as error:  # removed meanwhile, or damaged
             log.warning("the checkpoint of round %d is not copied: %s", kept.round, error)
             self._unusable.add(kept.folder.name)
         except RemoteStorageError as error:
             level = logging.DEBUG if self._failures else logging.WARNING
-            log.log(level, "copying goes on later, and is tried again and again: %s", error)
+            log.log(level, "copying failed, and is tried again later: %s", error)
             self._failures += 1
         else:
             if self._failures:
@@ -210,7 +215,7 @@ class CheckpointUploader:
         return max((kept.round for kept in self._store.kept()), default=0)
 
     def _tell_pace(self, rounds: int) -> None:
-        """A copy has taken so many. Who is behind copies other rounds than the rest, all by themselves."""
+        """Warn when a copy has taken more rounds than there are between copies: other stages copy other rounds then."""
         if self._in_step and rounds > self._every and not (self._stop.is_set() or self._is_pace_told):
             self._is_pace_told = True
             log.warning(
@@ -227,7 +232,7 @@ class CheckpointUploader:
         return 0.0 if self._due() else _LOOK_S
 
     async def _pause(self, seconds: float) -> None:
-        """Ends early when it is time to finish."""
+        """Sleep; ends early when it is time to finish."""
         if self._stop.is_set():
             await asyncio.sleep(seconds)
             return
@@ -245,18 +250,18 @@ class CheckpointUploader:
         return None if number is None else here[number]
 
     async def _copy(self, kept: StoredCheckpoint) -> None:
-        """Raises ``RemoteStorageError``, ``StateFileError`` where the checkpoint cannot be read (any more)."""
+        """Raises ``RemoteStorageError``, and ``StateFileError`` where the checkpoint cannot be read (any more)."""
         with self._store.holding(kept) as folder:
             listing = await self._in_thread(read_listing, FolderSource(folder))
             there = await self._in_thread(self._remote.sizes, f"{self._base}/{folder.name}")
-            await self._in_thread(self._ledger.begin, folder.name)
+            await self._in_thread(self._ledger.open_folder, folder.name)
             for name in listing.to_copy():
                 size_bytes, _ = entry = listing.files[name]
                 if there.get(name) != size_bytes or self._ledger.entry(folder.name, name) != entry:
                     await self._in_thread(self._send, kept, listing, name)
 
     def _send(self, kept: StoredCheckpoint, listing: CopyListing, name: str) -> None:
-        """In a worker thread."""
+        """Check and upload one file; in a worker thread."""
         path, entry = kept.folder / name, listing.files[name]
         if entry_of(path) != entry:
             raise StateFileError(f"{path}: SHA-256: expected {entry[1]}: it is damaged")
@@ -264,7 +269,7 @@ class CheckpointUploader:
         self._ledger.note(kept.folder.name, name, entry)
 
     async def _tidy(self) -> None:
-        """Remove the copies that need not be kept, and halves of what is not on this machine any more."""
+        """Remove superfluous copies, and unfinished ones of checkpoints that are not on this machine any more."""
         names = await self._in_thread(self._remote.folders, self._base)
         here = {kept.folder.name for kept in self._store.kept()}
         whole: dict[int, tuple[str, str]] = {}
@@ -279,7 +284,7 @@ class CheckpointUploader:
                 await self._remove(name)
         for number in superfluous_in_step(whole, self._retention, self._apart if self._in_step else 1):
             name, last = whole[number]
-            # First what makes it count: half of a copy must not look like a whole one.
+            # The last file first: a copy that is being removed must not look complete.
             await self._in_thread(self._remote.remove, f"{self._base}/{name}/{last}")
             await self._remove(name)
 

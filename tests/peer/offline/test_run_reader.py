@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer.offline.export import _chains
-from shoal.peer.offline.run_reader import LiveRun, Share
+from shoal.peer.offline.run_reader import LiveRun, StateShare
 from shoal.swarm.errors import LinkError, StateFileError
 
 HEARTBEAT_S, PATIENCE_S = 1.0, 6.0
@@ -44,7 +44,7 @@ class Client:
 def run_of(*clients: Client) -> LiveRun:
     stand_ins: list[Any] = list(clients)
     recipe: Any = None
-    return LiveRun(stand_ins[0], recipe, tuple(Share(client, (), 1) for client in stand_ins))
+    return LiveRun(stand_ins[0], recipe, tuple(StateShare(client, (), 1) for client in stand_ins))
 
 
 def versions(views: Sequence[Any]) -> list[int]:

@@ -40,11 +40,11 @@ def played(tmp_path: Path) -> tuple[KeptStage, list[bytes]]:
 
 def test_the_rounds_beside_a_checkpoint_lead_on_from_it(played: tuple[KeptStage, list[bytes]]) -> None:
     kept, digests = played
-    standing = list(kept.standing())
-    assert [one.verdict.anchor_version for one in standing] == list(range(1, ROUNDS + 1))
-    assert [len(one.way) for one in standing] == list(range(ROUNDS))
-    assert [one.load().digest for one in standing] == digests[1:]
-    assert [one.verdicts[-1].round for one in standing] == list(range(ROUNDS))
+    states = list(kept.states())
+    assert [one.verdict.anchor_version for one in states] == list(range(1, ROUNDS + 1))
+    assert [len(one.way) for one in states] == list(range(ROUNDS))
+    assert [one.load().digest for one in states] == digests[1:]
+    assert [one.verdicts[-1].round for one in states] == list(range(ROUNDS))
 
 
 def test_as_far_as_they_are_there_and_whole(played: tuple[KeptStage, list[bytes]]) -> None:
@@ -53,11 +53,11 @@ def test_as_far_as_they_are_there_and_whole(played: tuple[KeptStage, list[bytes]
     record(peer, ROUNDS - 1).unlink()
     damaged = record(peer, 2)
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
-    standing = list(kept.standing())
-    assert [one.verdict.round for one in standing] == list(range(ROUNDS - 1))
-    assert standing[1].load().digest == digests[2]
+    states = list(kept.states())
+    assert [one.verdict.round for one in states] == list(range(ROUNDS - 1))
+    assert states[1].load().digest == digests[2]
     with pytest.raises(StateFileError, match="the rounds there lead to version 2 only"):
-        standing[2].load()
+        states[2].load()
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,19 @@ def test_a_state_stands_while_rounds_are_aborted(
     tmp_path: Path, aborted: list[int], of_round: int, known: list[int], rounds: list[int]
 ) -> None:
     chain = stage_chains(6, aborted=aborted)[0]
-    assert standing(keep(tmp_path, 0, chain, of_round), {number: chain[number] for number in known}) == rounds
+    assert states(keep(tmp_path, 0, chain, of_round), {number: chain[number] for number in known}) == rounds
 
 
 def test_but_not_beyond_a_round_that_went_back(tmp_path: Path) -> None:
     chain = stage_chains(4, aborted=[2])[0]
     lower = chain[2].model_copy(update={"anchor_version": 1})
     known = {0: chain[0], 1: chain[1], 2: lower, 3: chain[3]}
-    assert standing(keep(tmp_path, 0, chain, 1), known) == [1]
+    assert states(keep(tmp_path, 0, chain, 1), known) == [1]
 
 
-def standing(place: Path, known: dict[int, Verdict]) -> list[int]:
+def states(place: Path, known: dict[int, Verdict]) -> list[int]:
     """The rounds at whose end the checkpoint's state was the stage's."""
     source = FolderSource(place)
     manifest = read_manifest(source)
     assert manifest.stage is not None
-    return [one.verdict.round for one in KeptStage(place, source, manifest, manifest.stage, known).standing()]
+    return [one.verdict.round for one in KeptStage(place, source, manifest, manifest.stage, known).states()]

@@ -153,7 +153,7 @@ def test_a_damaged_copy_of_the_only_round_in_common_is_the_end(url: Url, tmp_pat
     said: list[str] = []
     with pytest.raises(StateFileError, match="no round of which all stages have a copy that can be used"):
         restored(url, tmp_path / "here", ME, said=said)
-    assert "round 1 of the stages cannot be had" in said[-1]
+    assert "round 1 of the stages cannot be restored" in said[-1]
     assert list((tmp_path / "here").rglob("round-*")) == []
 
 
