@@ -117,7 +117,7 @@ def read_model(path: Path) -> nn.Module:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise StateFileError(f"{path}: not an exported model with its {config.name}: {error}") from error
     if not isinstance(recipe, dict):
-        raise RecipeError(f"{config}: this model was made by an own training loop; load it there")
+        raise RecipeError(f"{config}: this model was trained by a loop without a recipe; load it in that loop")
     model = load_model(recipe)
     names = {plain_name(name): name for name in model.state_dict()}
     try:
@@ -125,9 +125,6 @@ def read_model(path: Path) -> nn.Module:
     except RuntimeError as error:
         raise StateFileError(f"{path}: does not fit the model of {config}: {error}") from error
     return model
-
-
-# A model for inference ----------------------------------------------------------------------------------------
 
 
 def export_model(source: Path, out: Path, identity: Identity | None = None) -> int:
@@ -176,9 +173,6 @@ def _provenance(version: int, run: str, run_hash: str) -> dict[str, str]:
     return {"run": run, "run_hash": run_hash, "anchor_version": str(version)}
 
 
-# A pipeline's whole model as a checkpoint -----------------------------------------------------------------------
-
-
 def gather_checkpoint(source: Path, place: Path, identity: Identity) -> Manifest:
     """Join the stages below ``source`` at the newest version that all have, in ``place``, sealed if the run says so.
 
@@ -202,7 +196,7 @@ async def gather_from_run(invite: Invite, place: Path, identity: Identity) -> Ma
     async with observe_run(invite) as live:
         run = live.run_file
         if run.pipeline is None:
-            raise UserError("this run has no stages to put together: its members' checkpoints are of the whole model")
+            raise UserError("this run has no stages to join: its members' checkpoints are of the whole model")
 
         async def write(views: Sequence[RunView]) -> Manifest:
             chains = await _chains(live, views)
@@ -227,7 +221,7 @@ async def _chains(live: LiveRun, views: Sequence[RunView]) -> list[tuple[Verdict
     chains = []
     for share, view in zip(live.shares, views, strict=True):
         is_start = live.run_file.start is not None and view.anchor_version == 0
-        if view.verdict is None or is_start:  # what a run starts from is a checkpoint already
+        if view.verdict is None or is_start:  # the run's start is a checkpoint already
             raise StateFileError("no round of the run has been committed yet; try again later")
         last = view.verdict.round
         found = await fetch_verdicts(share.client, max(0, last + 1 - MAX_VERDICTS))

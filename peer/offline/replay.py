@@ -103,7 +103,9 @@ def _replay(place: Path, number: int | None, identity: Identity | None) -> Itera
     for verdict in way:
         began_s = time.perf_counter()
         if not is_start_of(state, verdict):
-            raise StateFileError(f"{records.path(verdict.round)}: went from another state than the rounds before give")
+            raise StateFileError(
+                f"{records.path(verdict.round)}: was averaged on another state than the rounds before give"
+            )
         if not records.path(verdict.round).exists():
             raise _missing(records, verdict.round)
         state = applier.apply(state, verdict, applier.recorded(records, verdict).mean())
@@ -127,7 +129,7 @@ def kept_folders(folder: Path) -> list[Path]:
 
     Raises ``StateFileError``."""
     found: list[Path] = []
-    for above in ("", "*/", "*/*/", "*/*/*/"):  # no deeper than needed: a peer that runs may be writing further down
+    for above in ("", "*/", "*/*/", "*/*/*/"):  # no deeper than needed: a running peer may be writing there
         found = found or sorted(one.parent for one in folder.glob(above + CHECKPOINTS) if one.is_dir())
     peers = sorted({one.parent if is_stage_folder(one) else one for one in found})
     if len(peers) == 1:
@@ -151,9 +153,6 @@ def table(rows: Sequence[Replayed]) -> Table:
     return shown
 
 
-# What there is ----------------------------------------------------------------------------------------------
-
-
 def _manifests(folder: Path, sources: Mapping[Path, CheckpointSource]) -> dict[Path, Manifest]:
     """Manifests by folder, oldest round first: at least one, and all of one run."""
     found: dict[Path, Manifest] = {}
@@ -161,7 +160,7 @@ def _manifests(folder: Path, sources: Mapping[Path, CheckpointSource]) -> dict[P
         run_hash = bytes.fromhex(next(iter(found.values())).run_hash) if found else None
         found[one] = read_manifest(source, run_hash)
     if not found:
-        raise StateFileError(f"{folder}: no checkpoint here: rounds are made again from one")
+        raise StateFileError(f"{folder}: no checkpoint here, and rounds can only be computed again from one")
     return found
 
 
@@ -189,11 +188,11 @@ def _way(
             return one, upto
     verdict = verdicts.get(number)
     if verdict is not None and not verdict.committed:
-        raise StateFileError(f"round {number} was aborted ({verdict.reason}): there is nothing to make again")
+        raise StateFileError(f"round {number} was aborted ({verdict.reason}): there is nothing to compute again")
     if verdict is None or not ways:
         oldest = min(about.round for about in checkpoints.values())
         raise StateFileError(
-            f"{records.path(number)}: round {number} cannot be made again from what is here: that needs its record and "
+            f"{records.path(number)}: round {number} cannot be computed again here: that needs its record and "
             f"a checkpoint from before it (the oldest is of round {oldest})"
         )
     if verdict.plan is None or verdict not in rounds_after(
@@ -207,7 +206,9 @@ def _way(
 def _run_file(about: Manifest, place: Path) -> RunFile:
     run = parse_run_file(about.run_toml, f"{place}: the run file")
     if run.hash.hex() != about.run_hash:
-        raise StateFileError(f"{place}: field run_toml: hashes differently here: install the release that wrote it")
+        raise StateFileError(
+            f"{place}: field run_toml: has another hash in this release: install the one that wrote it"
+        )
     return run
 
 
@@ -220,7 +221,7 @@ def _verdicts(
         try:
             found[number] = records.open(number).verdict
         except StateFileError as error:
-            log.warning("a round's record cannot be used: %s", error)
+            log.warning("a round record is left out: %s", error)
     for source, about in checkpoints:
         for verdict in read_verdicts(source, about):
             try:
@@ -249,7 +250,7 @@ def _vouched(
     for verdict in way:
         for later in sorted(one for one in verdicts if one > verdict.round):
             plan = verdicts[later].plan
-            if plan is not None:  # the next one that there was, of an aborted round too: it was made on this state
+            if plan is not None:  # the next plan names this state, even that of an aborted round
                 if plan.anchor_version == verdict.anchor_version:
                     vouched[verdict.round, verdict.anchor_version] = (plan.state_digest, f"plan of round {later}")
                 break

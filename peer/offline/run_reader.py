@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _FETCH_S = 10.0
 _TRIES = 8
-_OR_EXPORT = "before its first round is committed this run has what is in the checkpoint of {}: export that"
+_OR_EXPORT = "before its first round is committed, this run has the state of the checkpoint of {}: export that"
 
 T = TypeVar("T")
 
@@ -124,7 +124,11 @@ class LiveRun:
                     if (start := self.shares[0].start) is not None and views[0].anchor_version == 0:
                         raise StateFileError(f"{error}; {_OR_EXPORT.format(start.start.source)}") from error
                     raise
-                log.warning("version %d was not had in time, now the next: %s", views[0].anchor_version, error)
+                log.warning(
+                    "version %d was replaced before it was fetched, so the next one is: %s",
+                    views[0].anchor_version,
+                    error,
+                )
         raise AssertionError("the last try returns or raises")
 
     async def _agreed_views(self) -> list[RunView]:

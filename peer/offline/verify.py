@@ -95,7 +95,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
     found = checkpoints_in(folder)
     if found == [folder]:
         return found
-    # Those, too, that have lost what shows that they are any.
+    # By name, too: a damaged checkpoint may lack its manifest.
     named = {path for path in folder.glob("**/*round-*/") if not path.name.startswith(".")}
     if not found and not named:
         raise StateFileError(say_nothing_found(folder))
@@ -176,7 +176,7 @@ def _check(folder: Path, identity: Identity | None) -> _Read:
     except RunFileError as error:
         raise refusal(place, "run_toml", "a run file", str(error)) from error
     if run.hash.hex() != manifest.run_hash:
-        # Another release may have other defaults, which count in the hash.
+        # The hash includes defaults, which may differ in another release.
         raise refusal(
             place, "run_hash", f"{run.hash.hex()}, the hash of its run_toml in this release", manifest.run_hash
         )
@@ -272,7 +272,7 @@ def _voucher(place: str, part: _Part, chains: Iterable[Sequence[Verdict]]) -> in
                     raise refusal(place, "state_digest", expected, part.state_digest)
                 return verdict.round
             if verdict.anchor_version != last.anchor_version:
-                break  # rolled back: what comes later is of another history of this version
+                break  # rolled back: later rounds made another state of this version
     return None
 
 

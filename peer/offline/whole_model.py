@@ -172,7 +172,7 @@ class WholeCheckpoint:
 
     def __enter__(self) -> Self:
         if self._place.exists():
-            raise StorageError(f"{self._place}: is there already: give a folder that is not")
+            raise StorageError(f"{self._place}: exists already: give a folder that does not")
         try:
             self._hidden.mkdir(parents=True)
         except OSError as error:
@@ -225,7 +225,7 @@ class KeptStage:
             try:
                 found.append(self._records.open(number).verdict)
             except StateFileError as error:
-                log.warning("a round that was kept here cannot be used: %s", error)
+                log.warning("a round record is left out: %s", error)
         return tuple(rounds_after(found, self.manifest.anchor_version, bytes.fromhex(self.manifest.state_digest)))
 
     @property
@@ -272,7 +272,9 @@ class KeptStage:
         newest = way[-1].anchor_version
         state = roll_forward(state, self._records, RoundApplier(run, self.manifest.layout), newest)
         if state.version != newest:
-            raise StateFileError(f"{self._records.folder}: the rounds there lead to version {state.version} only")
+            raise StateFileError(
+                f"{self._records.folder}: the records there lead to version {state.version} only, not to {newest}"
+            )
         return state
 
 
@@ -315,7 +317,7 @@ def _history(place: Path) -> dict[int, Verdict]:
     except FileNotFoundError:
         return {}
     except (OSError, StateFileError) as error:
-        log.warning("going on without a history: %s", error)
+        log.warning("a history is left out: %s", error)
         return {}
 
 
@@ -368,7 +370,7 @@ def use_newest(folder: Path, identity: Identity | None, use: Callable[[WholeMode
     if found.refused and all(isinstance(one, SealedForOthers) for one in found.refused):
         raise found.refused[-1]
     if found.refused:
-        raise StateFileError(f"{folder}: no checkpoint here that is whole; {found.refused[-1]}")
+        raise StateFileError(f"{folder}: no undamaged checkpoint here; {found.refused[-1]}")
     raise StateFileError(f"{say_nothing_found(folder)}; or the run's invite while it is running")
 
 
@@ -450,7 +452,7 @@ def _stage_state(choices: Sequence[LoadableState]) -> StageState:
                 state = one.load()
                 if named in (None, state.digest):
                     return state
-                raise StateFileError(f"{one.kept.place}: leads to another state than the run's plan after it names")
+                raise StateFileError(f"{one.kept.place}: leads to another state than the next round's plan names")
             except StateFileError as error:
                 log.warning("a stage's checkpoint cannot be used, another peer's may do: %s", error)
                 refused = error

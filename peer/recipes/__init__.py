@@ -22,7 +22,7 @@ from shoal.swarm.protocol.run_file import DataSection, RunFile
 
 GROUP = "shoal.recipes"
 
-# Ours are found in a source checkout too, where no distribution has registered them.
+# Found in a source checkout, too, where no distribution has registered them.
 _OWN = {"gpt": "shoal.peer.recipes.gpt:GptRecipe"}
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
@@ -45,12 +45,13 @@ class Samples(Protocol):
 
 
 class Recipe(Protocol):
-    """Model, loss and data of a run. Constructed as ``RecipeClass(settings, data, folders)``; files that ``data`` names
-    may be read below ``folders`` only, which the owner of this machine has named (``peer/training/data_files.py``).
+    """Model, loss and data of a run. Constructed as ``RecipeClass(settings, data, folders)``.
 
-    The constructor raises ``RecipeError`` for settings that it cannot use. It opens no data: that is done by whoever
-    asks for it first, which raises ``CorpusError``.
-    """
+    Files that ``data`` names may be read below ``folders`` only, which the owner of this machine has named
+    (``peer/training/data_files.py``).
+
+    The constructor raises ``RecipeError`` for settings that it cannot use. It opens no data: the first access to the
+    data does that, and raises ``CorpusError``."""
 
     tokens_per_sample: int
 
@@ -58,24 +59,22 @@ class Recipe(Protocol):
 
     @property
     def corpus_digest(self) -> bytes:
-        """SHA-256 (32 bytes) of what is trained and tested on: peers with another one have other data."""
+        """SHA-256 (32 bytes) of the training and held-out data: peers with another digest have other data."""
         ...
 
     @property
     def corpus_about(self) -> str:
-        """One line for the owner of this machine: which corpus, how many bytes, of which Python where that matters."""
+        """One line about the corpus for the owner of this machine: its source and size, and the Python that it depends
+        on."""
         ...
 
     def build_model(self, seed: int) -> nn.Module:
-        """The model at its start, float32 on the CPU: a function of settings and ``seed`` and nothing else.
+        """The initial model, float32 on the CPU, as a function of settings and ``seed`` only.
 
-        Neither reads nor advances torch's global random generator.
-        """
+        Neither reads nor advances torch's global random generator."""
         ...
 
-    def training_data(self) -> Samples:
-        """The training samples."""
-        ...
+    def training_data(self) -> Samples: ...
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Mean cross entropy, nats a token, ``() float32``; ``batch``: ``(b, context + 1) int64``."""
@@ -86,24 +85,22 @@ class Recipe(Protocol):
         ...
 
     def config(self) -> dict[str, Any]:
-        """JSON-able ``{"name": …, "settings": {…}}``, enough for ``model_from_config``."""
+        """``{"name": …, "settings": {…}}``, which JSON can hold, and which is enough for ``model_from_config``."""
         ...
 
     @classmethod
     def model_from_config(cls, config: Mapping[str, Any]) -> nn.Module:
-        """The model that ``config`` describes, float32 on the CPU, its parameters still to be loaded.
+        """The model that ``config`` describes, float32 on the CPU, before its parameters are loaded.
 
-        Needs no corpus. Raises ``RecipeError`` for a config that is not this recipe's.
-        """
+        Needs no corpus. Raises ``RecipeError`` for a config that is not this recipe's."""
         ...
 
 
 def load_recipe(run_file: RunFile, folders: Sequence[Path] = ()) -> Recipe:
-    """The recipe that the run names; its data is opened when it is asked for, below ``folders`` only.
+    """The recipe that the run names. It opens its data at the first access, below ``folders`` only.
 
-    Raises ``RecipeError`` if it is not installed, refuses its settings or cannot be a pipeline where the run is one,
-    ``RunFileError`` if a round is no whole number of micro-batches.
-    """
+    Raises ``RecipeError`` where it is not installed, refuses its settings, or cannot be cut into the run's stages, and
+    ``RunFileError`` where a round is no whole number of micro-batches."""
     recipe = find_recipe(run_file.recipe.name)(run_file.recipe.settings, run_file.data, folders)
     if run_file.pipeline is not None:
         run_file.check_micro_batches(recipe.tokens_per_sample)
@@ -113,7 +110,8 @@ def load_recipe(run_file: RunFile, folders: Sequence[Path] = ()) -> Recipe:
 
 
 def layered_recipe(recipe: Recipe, run_file: RunFile) -> LayeredRecipe:
-    """The same, for a pipeline. Raises ``RecipeError`` unless it gives its model in layers."""
+    """The same recipe as one that gives its model in layers, which a pipeline needs. Raises ``RecipeError`` for
+    others."""
     if not isinstance(recipe, LayeredRecipe):
         raise RecipeError(
             f"recipe.name: {run_file.recipe.name!r} does not give its model in layers, which [pipeline] needs: take a "
@@ -123,10 +121,9 @@ def layered_recipe(recipe: Recipe, run_file: RunFile) -> LayeredRecipe:
 
 
 def load_model(config: Mapping[str, Any]) -> nn.Module:
-    """The model of a saved ``Recipe.config()``, its parameters still to be loaded; no corpus is opened.
+    """The model of a saved ``Recipe.config()``, before its parameters are loaded; no corpus is opened.
 
-    Raises ``RecipeError`` if the recipe is not installed or the config is damaged.
-    """
+    Raises ``RecipeError`` where the recipe is not installed or the config is damaged."""
     name = config.get("name")
     if not isinstance(name, str):
         raise RecipeError(f"model config: name: expected the name of a recipe, not {name!r}")
@@ -136,7 +133,7 @@ def load_model(config: Mapping[str, Any]) -> nn.Module:
 def find_recipe(name: str) -> type[Recipe]:
     """The installed recipe class of that name. Raises ``RecipeError``, naming the installed ones."""
     installed = {own: EntryPoint(own, target, GROUP) for own, target in _OWN.items()}
-    # A package may add recipes; it may not take the place of ours, or one run file would mean two things.
+    # A package may add recipes but not replace our own: a run file has one meaning.
     installed = {point.name: point for point in entry_points(group=GROUP)} | installed
     if name not in installed:
         raise RecipeError(

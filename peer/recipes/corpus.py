@@ -1,7 +1,7 @@
 """Corpora of tokens: the standard library's sources, text files, or a file of tokens.
 
-They are split into training and held-out tokens by content that every peer shares (names, positions), never by chance,
-with a digest over both, so that peers can tell whether they hold the same corpus."""
+They are split into training and held-out tokens by content that every peer shares (names, positions), never by chance.
+A digest covers both, so that peers can tell whether they hold the same corpus."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _MIN_BLOCKS = 64
 _CHECK_TOKENS = 1 << 22
 _TOKEN_TYPES: dict[str, npt.DTypeLike] = {".u16": "<u2", ".u32": "<u4"}
 
-# What distributions package apart from the interpreter, so that one machine has it and the next has not, or
-# what they generate per machine. Without it, two installations of one Python version mostly agree.
+# Distributions package these apart from the interpreter, or generate them per machine. Without them, installations
+# of one Python version mostly agree.
 _SKIPPED_FOLDERS = frozenset(
     (
         *("site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idlelib"),
@@ -81,12 +81,12 @@ class Corpus:
     train: Tokens
     held_out: Tokens
     digest: bytes
-    """SHA-256 over the tokens, and for text over where the split lies too."""
+    """SHA-256 over the tokens, and for text over the position of the split, too."""
     about: str
 
 
 class WindowDataset(Dataset[Tensor]):
-    """Windows of ``context + 1`` tokens that start every ``context``: each token is predicted once."""
+    """Windows of ``context + 1`` tokens that start every ``context`` tokens: each token is predicted once."""
 
     def __init__(self, tokens: Tokens, context: int) -> None:
         """``tokens``: ``(n,)`` unsigned, n > ``context``."""
@@ -112,12 +112,10 @@ class WindowDataset(Dataset[Tensor]):
 
 
 def load_corpus(data: DataSection, vocab: int, context: int, folders: Sequence[Path] = ()) -> Corpus:
-    """Open the corpus that ``[data]`` names; ``vocab`` and ``context`` (tokens) are the model's, ``folders`` those that
-    its files may be in.
+    """Open the corpus that ``[data]`` names; its files may be in ``folders`` only.
 
-    Raises ``CorpusError`` if it is missing, damaged, too small for one sample on either side of the split,
-    or has tokens the vocabulary has not.
-    """
+    ``vocab`` and ``context`` (tokens) are the model's. Raises ``CorpusError`` for a corpus that is missing, damaged,
+    too small for one sample on either side of the split, or that has tokens outside the vocabulary."""
     named = file_pattern(data.source)
     if data.source != "stdlib" and named is None:
         raise CorpusError(f"data.source: expected stdlib, text:GLOB or tokens:FILE, not {data.source!r}")
@@ -140,7 +138,7 @@ def load_corpus(data: DataSection, vocab: int, context: int, folders: Sequence[P
 
 
 def _load_stdlib(fraction: float) -> Corpus:
-    """The running Python's own library, as any volunteer has it."""
+    """The running Python's own library, which every volunteer has."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, subfolders, names in os.walk(root):
@@ -154,7 +152,7 @@ def _load_stdlib(fraction: float) -> Corpus:
 
 
 def _load_text(source: str, files: Sequence[DataFile], fraction: float) -> Corpus:
-    """The files that a glob matches, in the order of their names."""
+    """The files that match a glob, in the order of their names."""
     total, usable = sum(file.size_bytes for file in files), usable_bytes(torch.device("cpu"), None)
     if total > usable:
         raise CorpusError(
@@ -177,19 +175,19 @@ def _hash_fraction(key: str) -> float:
 
 
 def _split_files(files: Sequence[_Readable], fraction: float) -> Corpus:
-    """Whole files go to one side, so that no held-out text has its other half in the training data. ``files``: by
-    name."""
+    """Split by whole files, so that no held-out text has its other half in the training data; ``files``: by name."""
     is_held_out = [file.size_bytes > 0 and _hash_fraction(file.name) < fraction for file in files]
     held_out = [file for file, is_out in zip(files, is_held_out, strict=True) if is_out]
     if not 0 < sum(file.size_bytes for file in held_out) < sum(file.size_bytes for file in files) / 2:
-        # Too few files, or too unlike in size, for chance to hold out a fair share of them: cut blocks.
+        # Too few files, or sizes too different, to hold out a fair share of whole files.
         return _split_blocks(_read(files), fraction)
     train = [file for file, is_out in zip(files, is_held_out, strict=True) if not is_out]
     return _text_corpus(_read(train), _read(held_out))
 
 
 def _split_blocks(text: npt.NDArray[np.uint8], fraction: float) -> Corpus:
-    """Hold out blocks of 64 KiB (smaller in a small text, to have some to choose from), at least one."""
+    """Hold out blocks of 64 KiB, at least one; in a small text smaller blocks, so that there are enough to choose
+    from."""
     size = max(1024, min(_BLOCK_BYTES, len(text) // _MIN_BLOCKS // 1024 * 1024))
     draws = np.array([_hash_fraction(f"block {number}") for number in range(-(-len(text) // size))])
     chosen = (draws < fraction) | (draws == draws.min(initial=1.0))
@@ -225,13 +223,13 @@ def _read(files: Sequence[_Readable]) -> npt.NDArray[np.uint8]:
         except OSError as error:
             raise CorpusError(f"{one.path}: cannot be read ({error.strerror}); fix it or leave it out") from error
         if got != size:
-            raise CorpusError(f"{one.path}: {got} bytes, just now {size}; let nobody write to it and try again")
+            raise CorpusError(f"{one.path}: {got} bytes, just now {size}; stop what writes to it and try again")
         position += size + 1
     return text
 
 
 def _load_tokens(file: DataFile, vocab: int, fraction: float) -> Corpus:
-    """A memory-mapped file of little-endian token ids, read through once to check and digest it."""
+    """A memory-mapped file of little-endian token ids, read through once to check and hash it."""
     path, tokens = file.path, _map_tokens(file)
     digest = hashlib.sha256()
     for start in range(0, len(tokens), _CHECK_TOKENS):
@@ -277,10 +275,10 @@ def _map_tokens(file: DataFile) -> Tokens:
 
 
 def _array_header(file: FileIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Of a ``.npy`` file: its array's shape and type; what follows are its values. Raises ``ValueError``."""
+    """Shape and type of the array in a ``.npy`` file; its values follow. Raises ``ValueError``."""
     version = np.lib.format.read_magic(file)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
-        raise ValueError(f"version {version} of the format is for other arrays")
+        raise ValueError(f"version {version} of the format is not for plain arrays")
     shape, _, dtype = read(file)
     return shape, dtype

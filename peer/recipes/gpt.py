@@ -1,4 +1,4 @@
-"""The language model recipe: a small transformer joined to a corpus; ``generate`` lets people see what it learnt."""
+"""The language model recipe: a small transformer joined to a corpus; ``generate`` samples text from it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _EVAL_BATCH = 16
 
 
 class GptRecipe:
-    """The recipe ``gpt``: ``Gpt`` on the corpus that the run names."""
+    """The recipe ``gpt``: ``Gpt`` on the corpus that the run names. See ``Recipe`` and ``LayeredRecipe`` for its
+    methods."""
 
     def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
-        """See ``Recipe``. Raises ``RecipeError``."""
+        """Raises ``RecipeError``."""
         self.settings = check_settings(GptSettings, settings)
         context = self.settings.context
         if data.tokens_per_sample not in (None, context):
@@ -45,42 +46,35 @@ class GptRecipe:
 
     @property
     def corpus_digest(self) -> bytes:
-        """See ``Recipe``."""
         return self._corpus.digest
 
     @property
     def corpus_about(self) -> str:
-        """See ``Recipe``."""
         return self._corpus.about
 
     def build_model(self, seed: int) -> Gpt:
-        """The model at its start, float32 on the CPU; the global random generator is left alone."""
         model = empty_model(self.settings)
         model.initialise(torch.Generator(device="cpu").manual_seed(seed))
         return model
 
     def layers(self, seed: int) -> Layered:
-        """See ``LayeredRecipe``."""
         return layered_gpt(self.settings, seed)
 
     def training_data(self) -> WindowDataset:
-        """Samples of ``(context + 1,) int64``."""
         return WindowDataset(self._corpus.train, self.tokens_per_sample)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Mean cross entropy, nats a token, ``() float32``. ``batch``: ``(b, context + 1) int64``."""
         return self.loss_of(model(self.input_of(batch)), self.targets_of(batch))
 
     def input_of(self, batch: Tensor) -> Tensor:
-        """The tokens but the last of each sample: ``(b, context) int64``."""
+        """All tokens of each sample but the last: ``(b, context) int64``."""
         return batch[:, :-1]
 
     def targets_of(self, batch: Tensor) -> Tensor:
-        """The next tokens: ``(b, context) int64``."""
+        """All tokens of each sample but the first: ``(b, context) int64``."""
         return batch[:, 1:]
 
     def check_targets(self, targets: Tensor, samples: int) -> None:
-        """See ``LayeredRecipe``."""
         expected, vocab = (samples, self.settings.context), self.settings.vocab
         if targets.dtype != torch.int64 or targets.shape != expected:
             raise ValueError(f"targets: expected {expected} int64, not {tuple(targets.shape)} {targets.dtype}")
@@ -93,10 +87,9 @@ class GptRecipe:
 
     @torch.no_grad()
     def held_out_loss(self, model: nn.Module, device: torch.device | str, max_samples: int = 256) -> float:
-        """Mean cross entropy, nats a token, on up to ``max_samples`` held-out samples spread evenly.
+        """The loss on up to ``max_samples`` held-out samples, spread evenly.
 
-        ``model`` stands on ``device`` and is left in the mode (training or not) it was in.
-        """
+        ``model`` is on ``device``, and is left in its mode (training or not)."""
         held_out = WindowDataset(self._corpus.held_out, self.tokens_per_sample)
         count = min(max(1, max_samples), len(held_out))
         chosen = [number * len(held_out) // count for number in range(count)]
@@ -112,13 +105,11 @@ class GptRecipe:
         return total / count
 
     def config(self) -> dict[str, Any]:
-        """JSON-able; ``model_from_config`` builds the same model from it."""
         settings = self.settings.model_dump(mode="json") | {"hidden": self.settings.hidden_width}
         return {"name": NAME, "settings": settings}
 
     @classmethod
     def model_from_config(cls, config: Mapping[str, Any]) -> Gpt:
-        """The model of a saved config, its parameters still to be loaded. Raises ``RecipeError``."""
         if config.get("name") != NAME:
             raise RecipeError(f"model config: name: expected {NAME!r}, not {config.get('name')!r}")
         return empty_model(check_settings(GptSettings, config.get("settings"), "model config: settings"))
@@ -126,17 +117,16 @@ class GptRecipe:
 
 @torch.no_grad()
 def generate(model: Gpt, prompt: bytes, tokens: int, temperature: float, top_k: int | None, seed: int) -> bytes:
-    """``tokens`` bytes that the model writes after ``prompt``, the prompt not included.
+    """Sample ``tokens`` bytes that follow ``prompt``; the prompt is not in the result.
 
-    ``temperature`` 0 takes the likeliest byte; ``top_k`` keeps that many candidates. Only the last
-    ``context`` bytes are seen; an empty prompt starts a document. Drawn on the CPU, from ``seed``.
+    ``temperature`` 0 takes the likeliest byte; ``top_k`` limits the number of candidates. The model sees the last
+    ``context`` bytes only; an empty prompt starts a document. Drawn on the CPU, from ``seed``.
 
-    Raises ``RecipeError`` for a model that does not speak bytes, ``ValueError`` for arguments out of range.
-    """
+    Raises ``RecipeError`` for a model whose tokens are not bytes, ``ValueError`` for arguments out of range."""
     settings = model.settings
     if settings.vocab != BYTE_VOCAB:
         raise RecipeError(
-            f"this model has a vocabulary of {settings.vocab} tokens, and text takes {BYTE_VOCAB} (bytes); "
+            f"this model has a vocabulary of {settings.vocab} tokens instead of the {BYTE_VOCAB} bytes of text; "
             f"decode its tokens with the tokenizer that made its corpus"
         )
     if tokens < 0 or not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
@@ -158,7 +148,7 @@ def generate(model: Gpt, prompt: bytes, tokens: int, temperature: float, top_k: 
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One token from ``(vocab,) float32`` logits."""
+    """Draw one token from ``(vocab,) float32`` logits."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):

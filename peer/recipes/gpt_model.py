@@ -19,8 +19,10 @@ _SKIPPED_AT_ONCE = 2**20
 
 
 class GptSettings(BaseModel):
-    """``[recipe.settings]`` of ``name = "gpt"``. ``context`` is in tokens; ``hidden`` is the width inside the
-    MLP, by default 8/3 of ``width`` rounded up to a multiple of 32 (SwiGLU's usual size)."""
+    """``[recipe.settings]`` of ``name = "gpt"``.
+
+    ``context`` is in tokens; ``hidden`` is the width inside the MLP, by default 8/3 of ``width`` rounded up to a
+    multiple of 32 (SwiGLU's usual size)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -44,25 +46,22 @@ class GptSettings(BaseModel):
 
     @property
     def hidden_width(self) -> int:
-        """``hidden``, or its default."""
         return self.hidden if self.hidden is not None else -(-self.width * 8 // (3 * 32)) * 32
 
 
 class _Linear(nn.Linear):
-    """No bias, and no initial values from torch's global generator: ``Gpt.initialise`` sets them."""
+    """Linear layer without bias; ``Gpt.initialise`` sets its values, not torch's global generator."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
-    def reset_parameters(self) -> None:
-        """Nothing: see the class."""
+    def reset_parameters(self) -> None: ...
 
 
 class _Embedding(nn.Embedding):
-    """As ``_Linear``: no values of its own."""
+    """Embedding whose values ``Gpt.initialise`` sets."""
 
-    def reset_parameters(self) -> None:
-        """Nothing: see the class."""
+    def reset_parameters(self) -> None: ...
 
 
 class _Block(nn.Module):
@@ -101,16 +100,15 @@ class _Block(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021), the pairs being ``(i, i + d/2)``. ``x``: ``(..., t, d)``.
+    """Rotary positions (Su et al. 2021) in pairs ``(i, i + d/2)``; ``x``: ``(..., t, d)``.
 
-    ``cos`` and ``sin``: ``(t, d)`` from ``rotary_table``. The result is float32 like them, whatever ``x`` is.
-    """
+    ``cos`` and ``sin``: ``(t, d)`` from ``rotary_table``. The result is float32 like them, whatever ``x`` is."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 def rotary_table(context: int, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of every position's angles: two ``(context, size) float32``."""
+    """Cosines and signed sines of every position's angles: two tensors ``(context, size) float32``."""
     frequencies = theta ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
     angles = torch.outer(torch.arange(context, dtype=torch.float64, device="cpu"), frequencies)
     cos, sin = angles.cos().float(), angles.sin().float()
@@ -131,7 +129,7 @@ class Rotary(nn.Module):
 
 
 class _TiedHead(nn.Module):
-    """The output layer that has the embedding's weight."""
+    """Output layer that shares the embedding's weight."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -154,12 +152,12 @@ class Gpt(nn.Module):
         self.head = None if settings.tie_embedding else _Linear(settings.width, settings.vocab)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Fresh values from ``generator`` (on the CPU) alone, the same bits on every machine."""
+        """Draw initial values from ``generator`` (on the CPU) alone: the same bits on every machine."""
         for name, parameter in self.named_parameters():
             _initialise(name, parameter, self.settings, generator)
 
     def layers(self) -> list[Layer]:
-        """Embedding, blocks, and final norm with output layer: one after the other they are ``forward``."""
+        """Embedding, blocks, and final norm with output layer; ``forward`` is one after the other."""
         head = _TiedHead(self.embedding) if self.head is None else self.head
         return [
             Layer("embedding", (("embedding", self.embedding),)),
@@ -177,9 +175,11 @@ class Gpt(nn.Module):
 
 @torch.no_grad()
 def _initialise(name: str, parameter: nn.Parameter, settings: GptSettings, generator: torch.Generator) -> None:
-    """Of the parameter called ``name`` in the model. The deviation shrinks with the square root of the fan-in, and for
-    projections into the residual stream with that of the depth, so that its variance does not grow (Radford et al.
-    2019, GPT-2). For a parameter on the meta device, ``generator`` ends up where it would after any other."""
+    """Draw the initial values of the parameter called ``name``.
+
+    Their deviation shrinks with the square root of the fan-in, and for projections into the residual stream with that
+    of the depth, so that the stream's variance does not grow (Radford et al. 2019, GPT-2). For a parameter on the meta
+    device ``generator`` only advances as far as for any other."""
     if parameter.ndim == 1:
         parameter.fill_(1.0)
         return
@@ -199,9 +199,8 @@ def _initialise(name: str, parameter: nn.Parameter, settings: GptSettings, gener
 def _bell(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
     """Bell-shaped values of mean 0 within 3 ``std``: ``shape`` float64.
 
-    A sum of three uniforms and not torch's normal, whose logarithms and cosines differ in the last bit from
-    one processor to the next: these additions are exact, and peers have to start bit-identical.
-    """
+    A sum of three uniforms and not torch's normal, whose logarithms and cosines differ in the last bit between
+    processors: these additions are exact, and peers have to start bit-identical."""
     total = torch.full(shape, -_DRAWS / 2, dtype=torch.float64, device="cpu")
     for _ in range(_DRAWS):
         total += torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -209,21 +208,20 @@ def _bell(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
 
 
 def empty_model(settings: GptSettings) -> Gpt:
-    """The whole model, float32 on the CPU, its values undefined."""
-    # The caller's default dtype and device are not the run's: peers have to start bit-identical.
+    """The whole model, float32 on the CPU, with undefined values."""
+    # Peers have to start bit-identical, whatever the caller's default dtype and device are.
     with torch.device("cpu"):
         return Gpt(settings).float()
 
 
 def layered_gpt(settings: GptSettings, seed: int) -> Layered:
-    """The layers of the model that ``seed`` gives."""
+    """The layers of the model with the initial values of ``seed``."""
     with torch.device("meta"):
         outline = Gpt(settings).float()
 
     def build(first: int, stop: int) -> list[Layer]:
-        # A model of our layers alone, the others on the meta device, where they take no memory. The values of a whole
-        # model come from one generator, parameter after parameter; so those before ours are drawn here too, and
-        # dropped at once: a block starts alike whoever builds it.
+        # Layers that are not wanted stay on the meta device, where they take no memory. One generator gives the values
+        # of the whole model, parameter after parameter, so values before the wanted layers are drawn and dropped.
         with torch.device("meta"):
             model = Gpt(settings).float()
         _fill_in(model, first, stop)
@@ -241,7 +239,7 @@ def layered_gpt(settings: GptSettings, seed: int) -> Layered:
 
 
 def _fill_in(model: Gpt, first: int, stop: int) -> None:
-    """Replace layers first to stop - 1 by such on the CPU."""
+    """Replace layers first to stop - 1 by layers on the CPU."""
     settings = model.settings
     with torch.device("cpu"):
         rotary = Rotary(settings).float()

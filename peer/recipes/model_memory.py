@@ -36,23 +36,25 @@ WHAT_HELPS = (
     "allow more, take a machine with more memory, or give the run a [pipeline], whose members hold a part of the model "
     "each"
 )
-"""Against a model that does not fit."""
+"""Advice for a model that does not fit."""
 
 _CHILD_S = 600.0
 _OUT_OF_MEMORY = 3
-"""The child's exit code."""
+"""The child's exit code for a model that does not fit."""
 
 _NEEDS_VALUES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError),
     *(TypeError, ValueError),
 )
-"""Errors that a recipe's code may raise where tensors have no values."""
+"""Errors that a recipe's code may raise because its tensors have no values."""
 
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """``trained``: elements of the parameters that a run averages; ``other_bytes``: of all other parameters and
-    buffers; ``layers``: trained elements of each layer, of a recipe that gives layers."""
+    """Size of a model.
+
+    ``trained``: elements of the parameters that a run averages; ``other_bytes``: of all other parameters and buffers;
+    ``layers``: trained elements of each layer, of a recipe that gives layers."""
 
     trained: int
     other_bytes: int
@@ -60,7 +62,7 @@ class ModelOutline:
 
 
 def outline_of(run: RunFile, recipe: Recipe, limit_bytes: int) -> ModelOutline:
-    """Of the run's model. Blocks, for some seconds at most where the recipe's code runs without values.
+    """Size of the run's model. Blocks for a few seconds, or longer where a child process has to build the model.
 
     Raises ``DeviceError`` for a model that cannot be built within ``limit_bytes``, and what the recipe raises."""
     try:
@@ -69,13 +71,12 @@ def outline_of(run: RunFile, recipe: Recipe, limit_bytes: int) -> ModelOutline:
     except ShoalError:
         raise
     except _NEEDS_VALUES as error:
-        log.info("the model's size is found by another process, as its recipe needs values to build it: %s", error)
+        log.info("another process builds the model to find its size, as its recipe needs values: %s", error)
     return _outline_by_child(run, limit_bytes)
 
 
 class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operation inside happens on the meta device, whatever device it names and whatever generator it draws
-    from."""
+    """Mode in which every operation happens on the meta device, whatever device or generator it names."""
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -93,14 +94,14 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """A stand-in for a tensor that was made elsewhere, from Python's numbers or numpy's."""
+    """Meta tensor in place of a tensor that was made outside the mode, from Python's numbers or numpy's."""
     if tensor.device.type == "meta":
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _outline(recipe: Recipe, seed: int) -> ModelOutline:
-    if isinstance(recipe, LayeredRecipe):  # without the model's initial values, where it can do without
+    if isinstance(recipe, LayeredRecipe):  # does not draw initial values
         layered = recipe.layers(seed)
         layers = tuple(layered.parameters_bytes(number) // 4 for number in range(len(layered)))
         parts = [part for number in range(len(layered)) for part in layered.outline(number)]
@@ -120,16 +121,13 @@ def _other_bytes(parts: Iterable[nn.Module]) -> int:
     return sum(one.numel() * one.element_size() for one in others)
 
 
-# The other process --------------------------------------------------------------------------------------------
-
-
 def _outline_by_child(run: RunFile, limit_bytes: int) -> ModelOutline:
     ask = json.dumps({"run": run.model_dump(mode="json"), "limit_bytes": limit_bytes})
     command = [sys.executable, "-m", "shoal.peer.recipes.model_memory"]
     try:
         done = subprocess.run(command, input=ask, capture_output=True, text=True, timeout=_CHILD_S)
     except subprocess.TimeoutExpired as error:
-        raise DeviceError(f"building the model took longer than {_CHILD_S:.0f} s, and its size is not known") from error
+        raise DeviceError(f"building the model to find its size took longer than {_CHILD_S:.0f} s") from error
     if done.returncode == 0:
         found = json.loads(done.stdout.splitlines()[-1])
         return ModelOutline(found["trained"], found["other_bytes"], tuple(found["layers"]))
@@ -142,7 +140,7 @@ def _outline_by_child(run: RunFile, limit_bytes: int) -> ModelOutline:
 
 
 def _answer() -> int:
-    """The child: builds the model from what its standard input names, and tells its size."""
+    """The child process: build the model that standard input describes, and print its size."""
     ask = json.loads(sys.stdin.read())
     run = RunFile.model_validate_json(json.dumps(ask["run"]))
     recipe = load_recipe(run)
@@ -169,9 +167,10 @@ _MACHINE = "{} of the memory of this machine can be used"
 
 
 def held_copies(run: RunFile, device: torch.device) -> float:
-    """Count the float32 values that a parameter takes of the memory of ``device``: itself, its gradient and the inner
-    optimizer's; on the CPU the anchor, the outer optimizer's and the averaging's, too. In a pipeline as the plan has
-    it."""
+    """Number of float32 values for each parameter in the memory of ``device``.
+
+    They are the parameter, its gradient and the inner optimizer's values; on the CPU also the anchor, the outer
+    optimizer's and the averaging's. In a pipeline they are counted as the planner does."""
     if run.pipeline is not None:
         return state_copies(run.outer.slots, has_all_state(device))
     copies = 2.0 + optimizer_states(run.inner, run.algorithm)
@@ -179,15 +178,15 @@ def held_copies(run: RunFile, device: torch.device) -> float:
 
 
 def _averaging_copies(run: RunFile) -> float:
-    """In the machine's memory, wherever the model is."""
+    """Values for each parameter that are in the machine's memory, wherever the model is."""
     return 1 + outer_of(run.outer).slots + AVERAGER_COPIES
 
 
 def check_model_fits(run: RunFile, recipe: Recipe, device: torch.device, limit_bytes: int | None) -> None:
-    """A whole model, for a member that trains it. ``limit_bytes``: ``--max-memory``, for the memory of ``device``;
-    without it the model has to fit into what is free now.
+    """Check that a member can train the whole model; takes no memory for it.
 
-    Raises ``DeviceError``, and what the recipe raises; takes no memory for the model."""
+    ``limit_bytes``: ``--max-memory``, for the memory of ``device``; without it the model has to fit into what is free
+    now. Raises ``DeviceError``, and what the recipe raises."""
     allowed = _allowed_bytes(device, limit_bytes)
     outline = outline_of(run, recipe, allowed)
     free = _MACHINE if has_all_state(device) else f"{{}} of the memory of {device} can be used"
@@ -198,13 +197,13 @@ def check_model_fits(run: RunFile, recipe: Recipe, device: torch.device, limit_b
 
 
 def check_start_fits(run: RunFile, recipe: Recipe) -> None:
-    """A whole model, for who only builds it, to look at it. Raises ``DeviceError``, and what the recipe raises."""
+    """Check that the whole model can be built here. Raises ``DeviceError``, and what the recipe raises."""
     allowed = _allowed_bytes(_CPU, None)
     _check(outline_of(run, recipe, allowed), 1.0, allowed, _MACHINE)
 
 
 def check_layers_fit(run: RunFile, recipe: Recipe, allowed_bytes: int) -> None:
-    """For who measures the layers one at a time, with their gradients, or the whole model where it cannot be cut.
+    """Check that the layers can be measured one at a time, with gradients, or a whole model that cannot be cut.
 
     Raises ``DeviceError``, and what the recipe raises."""
     outline = outline_of(run, recipe, allowed_bytes)
@@ -219,7 +218,7 @@ def check_layers_fit(run: RunFile, recipe: Recipe, allowed_bytes: int) -> None:
 
 
 def _allowed_bytes(device: torch.device, limit_bytes: int | None) -> int:
-    """A limit that somebody has given is believed, as far as there is so much memory at all: other programs may end."""
+    """Bytes that may be used. A limit that the user gave may exceed what is free now, as other programs may end."""
     if limit_bytes is None:
         return usable_bytes(device, None)
     return min(limit_bytes, max(memory_bytes(device), available_bytes(device)))

@@ -208,7 +208,7 @@ def test_of_several_states_that_is_taken_which_the_next_plan_names(tmp_path: Pat
     assert torch.equal(values, whole_values(2)[0])
     shutil.rmtree(stage_folder(tmp_path / "run" / "peer1", 1) / CHECKPOINTS)
     history(tmp_path / "run" / "a-liar", 1, chains[1])
-    with pytest.raises(StateFileError, match="leads to another state than the run's plan after it names"):
+    with pytest.raises(StateFileError, match="leads to another state than the next round's plan names"):
         exported(tmp_path / "run", tmp_path)
 
 

@@ -67,7 +67,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         write_whole(tmp_path / "whole", stages, IDENTITY)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "whole").mkdir()
-    with pytest.raises(StorageError, match="is there already"):
+    with pytest.raises(StorageError, match="exists already"):
         write_whole(tmp_path / "whole", stages[:2], IDENTITY)
     assert list((tmp_path / "whole").iterdir()) == []
 

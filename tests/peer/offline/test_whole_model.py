@@ -56,7 +56,7 @@ def test_as_far_as_they_are_there_and_whole(played: tuple[KeptStage, list[bytes]
     states = list(kept.states())
     assert [one.verdict.round for one in states] == list(range(ROUNDS - 1))
     assert states[1].load().digest == digests[2]
-    with pytest.raises(StateFileError, match="the rounds there lead to version 2 only"):
+    with pytest.raises(StateFileError, match="the records there lead to version 2 only"):
         states[2].load()
 
 
