@@ -1,4 +1,4 @@
-"""Checkpoints that runs start from, and what one process makes of a run in whole or in stages, without a network."""
+"""Checkpoints that runs start from, and a process's state of a whole run or of stages, without a network."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -43,7 +43,7 @@ def write_checkpoint(
     claimed_digest: bytes | None = None,
     stage: StageAbout | None = None,
 ) -> Path:
-    """Of round ``state.version - 1``, as a member of the run leaves it; returns its folder."""
+    """Write the checkpoint of round ``state.version - 1`` as a member leaves it; return its folder."""
     verdicts = verdict_chain(state.version, run.hash)
     about = CheckpointAbout(
         run=run.run.name,
@@ -80,12 +80,12 @@ def start_toml(toml: str, folder: Path, *, only_parameters: bool = False) -> str
 
 
 def started(toml: str, folder: Path, *, only_parameters: bool = False) -> RunFile:
-    """The same, validated."""
+    """The validated run file of ``start_toml``."""
     return parse_run_file(start_toml(toml, folder, only_parameters=only_parameters))
 
 
 def run_start(run: RunFile, folder: Path | None, slots: int = 2) -> RunStart:
-    """Of a process that has the files in ``folder``, and no network."""
+    """The start in a process that has the files in ``folder``, without a network."""
     assert run.start is not None
     files = StartFiles.find(folder, run.start, None) if folder is not None else None
     endpoint: object = None
@@ -97,7 +97,7 @@ def stage_layouts(layered: Layered, boundaries: Sequence[int]) -> list[tuple[Ten
 
 
 def put_together(states: Sequence[AnchorState], version: int) -> AnchorState:
-    """The whole model's state from those of its stages in their order."""
+    """The whole model's state, from those of its stages in their order."""
     return AnchorState.of(torch.cat([state.values for state in states], dim=1), version)
 
 

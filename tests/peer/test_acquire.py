@@ -1,4 +1,4 @@
-"""Which of its own states a peer goes on from, and what it tells of them while nobody holds the run's."""
+"""Local candidates of a peer: which state it goes on from, and what it announces while nobody holds the run's."""
 
 import logging
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ def state(version: int, value: float = 0.0) -> AnchorState:
 
 
 class Keeper:
-    """Checkpoints of these states, the newest first; ``reads``: how many were read."""
+    """Checkpoints of these states, the newest first; ``reads`` counts those that were read."""
 
     def __init__(self, *states: AnchorState) -> None:
         self._states = list(states)
@@ -95,7 +95,8 @@ def test_what_a_run_starts_from_is_read_when_it_is_needed_and_not_told_of() -> N
 
 
 class Run:
-    """The coordinator as a member sees it: nobody holds version 5; told that version 4 is kept, the run goes back."""
+    """The coordinator as a member sees it: nobody holds version 5; once version 4 is announced, the run goes back to
+    it."""
 
     def __init__(self, goes_back_to: AnchorState) -> None:
         self._goes_back_to = goes_back_to
@@ -146,7 +147,7 @@ def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run(caplog: pytest.Lo
 
 
 def test_a_state_that_is_not_the_runs_is_let_go() -> None:
-    """It holds a state of the version, and the run turns out to have another one: of rounds that were done anew."""
+    """The member holds a state of the right version, but the run has another one, of rounds that were repeated."""
     run, right = Run(state(4)), state(4)
     mine = own(state(5), right)
     downloads: Any = NoDownloads()

@@ -1,4 +1,4 @@
-"""States by what rounds committed: rolled forward from records, caught up from other members, all the same bits."""
+"""States after committed rounds: rolled forward from records or caught up from other members, with the same bits."""
 
 import shutil
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_a_member_that_was_cut_off_catches_up(tmp_path: Path, rounds: int, codec
 
 
 async def cut_off_for(rounds: int, run: Swarm, members: list[StatefulMember]) -> StatefulMember:
-    """The last member, which lacks these rounds; the others have records of them, and they are no longer in memory."""
+    """The last member, which lacks these rounds; the others have records of them, and no results in memory."""
     *others, late = members
     for member in members:
         member.keeper.needed_since = lambda: -1
@@ -159,7 +159,7 @@ def test_a_state_that_is_not_the_runs_is_not_caught_up(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_history_is_not_taken_for_the_run_s(tmp_path: Path) -> None:
-    """As after a host that lost its journal: the same run and key, and other rounds of the same numbers."""
+    """As after a host that lost its journal: the same run and key, but other rounds of the same numbers."""
     toml = run_toml(2 * SAMPLES, "int8")
 
     async def another_history() -> None:
@@ -288,7 +288,7 @@ def test_void_parts_are_replayed(tmp_path: Path) -> None:
 
 
 def round_on(number: int, version: int, digest: bytes = b"") -> Verdict:
-    """Committed, from a state of that version; its digest is that of the version unless another one is given."""
+    """A committed round on a state of that version, whose digest follows from the version unless one is given."""
     plan = plan_of([1, 1], [[0, 1]], ELEMENTS)
     digest = digest or digest_of(version)
     plan = plan.model_copy(update={"round": number, "anchor_version": version, "state_digest": digest})

@@ -93,7 +93,7 @@ def test_the_digest_sees_one_byte_and_the_split(tmp_path: Path) -> None:
 
 
 def test_the_digest_sees_where_the_split_lies(tmp_path: Path) -> None:
-    """Text of one letter is the same on either side of any split, but the samples are not."""
+    """Text of one letter is the same on either side of any split, but the samples differ."""
     path = tmp_path / "a.txt"
     path.write_bytes(b"\0" * 100_000)
     few, many = (load("text:a.txt", tmp_path, held_out=fraction) for fraction in (0.01, 0.4))

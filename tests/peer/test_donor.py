@@ -29,7 +29,7 @@ def make_state(version: int = 3, seed: int = 0, size: int = SIZE) -> AnchorState
 
 
 class Shelf:
-    """A donor, its endpoint, and a way to read from it. Within a running loop."""
+    """A donor, its endpoint, and a way to read from it; within a running loop."""
 
     def __init__(self) -> None:
         self.endpoint = MemoryNetwork().endpoint("donor")

@@ -72,7 +72,7 @@ class Joiner:
 
 
 def fetched(network: MemoryNetwork, donors: dict[str, AnchorState | None]) -> Joiner:
-    """Checks that the right state came."""
+    """Fetch the state and check it."""
     joiners = []
 
     async def main() -> None:
@@ -247,7 +247,7 @@ def test_all_but_one_fail(seed: int) -> None:
 
 
 def test_those_that_have_nothing_are_not_waited_for() -> None:
-    """They would cost seconds each, and by then the others hold a newer state."""
+    """Waiting would cost seconds each, and by then the others hold a newer state."""
 
     async def main() -> float:
         network = MemoryNetwork()

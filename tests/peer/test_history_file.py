@@ -1,4 +1,4 @@
-"""The chain of verdicts as a peer keeps it: what is accepted, and what a damaged file is worth."""
+"""History files: which verdicts are accepted, and what is kept of a damaged file."""
 
 from pathlib import Path
 from typing import Any

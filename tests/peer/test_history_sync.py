@@ -1,4 +1,4 @@
-"""A member's history beside its life in the run: complete whenever it came, and a help when all start anew."""
+"""A member's history: complete whenever the member joined, and a help when all processes start anew."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ async def play(run: Swarm, rounds: int) -> None:
 
 
 class Keeping:
-    """A member's keeper and the file that it writes."""
+    """A member's synchronisation and the file that it writes."""
 
     def __init__(self, member: SimMember, path: Path, tasks: asyncio.TaskGroup) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class Keeping:
 
 
 def tear(path: Path) -> None:
-    """As a process leaves it that is killed."""
+    """Leave the file as a killed process leaves it."""
     with path.open("ab") as file:
         file.write(b"\x8e\xa5round")
 
@@ -141,8 +141,8 @@ def test_a_coordinator_that_has_lost_rounds_takes_none_from_us(tmp_path: Path) -
 
 
 async def all_start_anew(run: Swarm, lost: int) -> None:
-    """The coordinator too, from a journal that ends before the verdict of so many rounds ago. Nobody remembers more
-    than what is on disk."""
+    """Restart all, the coordinator from a journal that lacks the newest verdicts. Only what is on disk is
+    remembered."""
     given = [number for number, event in enumerate(run.coordinator.events) if isinstance(event, VerdictGiven)]
     run.coordinator.away = True
     del run.coordinator.events[given[-lost] :]
@@ -155,7 +155,7 @@ async def all_start_anew(run: Swarm, lost: int) -> None:
 
 @pytest.mark.parametrize(("lost", "known"), [(2, True), (3, True), (2, False)])
 def test_an_outdated_copy_is_told_by_the_history_on_disk(tmp_path: Path, lost: int, known: bool) -> None:
-    """Three rounds, of which the copy lacks two, or all: too much to be taken over."""
+    """Of three rounds the copy lacks two, or all: too many to be taken over."""
 
     async def main() -> None:
         async with swarm(2, run_toml(8), ELEMENTS) as run, asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""How large a model is, found without building it, and what is refused for that."""
+"""Size of a model, found without building it, and refusals of models that do not fit."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ PIPELINE = parse_run_file(
 
 
 class Ways:
-    """A recipe that does what people's recipes do while they build a model."""
+    """A recipe with constructs that recipes use while they build a model."""
 
     def __init__(self, elements: int = 1000) -> None:
         self.elements = elements
@@ -109,7 +109,7 @@ class Recipe:
 
 @pytest.fixture
 def needs_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Installed, so that another process finds it, too."""
+    """An installed recipe, so that another process finds it, too."""
     (tmp_path / "needs_values.py").write_text(PACKAGE)
     about = tmp_path / "needs_values-1.0.dist-info"
     about.mkdir()
@@ -163,7 +163,7 @@ def fits(run: RunFile, elements: int, device: torch.device, limit_bytes: int | N
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 10 MB, of which 8 are free."""
+    """A machine with 10 MB, of which 8 are free."""
     for name, size in (("memory_bytes", 10_000_000), ("available_bytes", 8_000_000)):
         monkeypatch.setattr(model_memory, name, lambda device, size=size: size)
     monkeypatch.setattr(model_memory, "usable_bytes", lambda device, limit: 7_200_000)

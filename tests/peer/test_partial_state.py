@@ -38,7 +38,7 @@ def take(partial: PartialState, state: AnchorState, *chunks: int) -> None:
 
 
 def written(state: AnchorState, folder: Path, *chunks: int) -> Path:
-    """The file of a process that was killed after it had written these."""
+    """The file of a process that was killed after it had written these chunks."""
     partial = partial_of(state, folder)
     take(partial, state, *chunks)
     while partial.unwritten:

@@ -63,12 +63,12 @@ def test_a_model_that_cannot_be_cut_is_refused_at_once() -> None:
 
 
 class WholeOnly:
-    """Of a package that knows nothing of layers."""
+    """A recipe that gives no layers."""
 
     tokens_per_sample = 12
 
     def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
-        """Takes anything."""
+        """Accepts anything."""
 
 
 def test_a_pipelines_recipe_gives_layers(monkeypatch: pytest.MonkeyPatch) -> None:

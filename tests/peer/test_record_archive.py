@@ -1,4 +1,4 @@
-"""Records of rounds beside the training: what is written, when it is offered, what a disk that refuses costs."""
+"""Round records beside training: what is written, when it is served, and what a full disk costs."""
 
 import asyncio
 import errno
@@ -28,7 +28,7 @@ CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])
 
 
 def round_of(number: int) -> tuple[ResultStore, Verdict]:
-    """Its results in memory, and the verdict on them."""
+    """A round's results in memory, and the verdict on them."""
     plan = plan_of([3, 4], [[0, 1]], ELEMENTS, chunk=64).model_copy(update={"round": number, "anchor_version": number})
     chunks = results_of(plan, CODEC_MAP, seed=number)
     verdict = verdict_on(plan, chunks)

@@ -33,7 +33,7 @@ STEPS = 4
 
 
 class Noisy(nn.Module):
-    """Draws from every generator, and has running statistics."""
+    """Model that draws from every generator and has running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Noisy(nn.Module):
 
 
 class Run:
-    """What outlives the member: the history, one member a round, whose contribution is the mean."""
+    """What outlives the member: the history, with one member a round, whose contribution is the mean."""
 
     def __init__(self, algorithm: str) -> None:
         toml = RUN_TOML.replace("[run]", f"algorithm = '{algorithm}'\n[averaging]\ncodec = 'float32'\n[run]", 1)
@@ -148,7 +148,7 @@ class Life:
 
 
 class Network(FakeNetwork):
-    """Every coroutine is done at once."""
+    """Network thread that finishes every coroutine at once."""
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
         done: Future[Any] = Future()
@@ -197,7 +197,7 @@ def test_who_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, algorithm
 
 
 def test_it_does_matter(tmp_path: Path) -> None:
-    """Without its own part the same member goes elsewhere."""
+    """Without its own state the same member computes other values."""
     one = Life(Run("diloco"), tmp_path / "one", 0)
     one.round()
     one.round()
@@ -227,7 +227,7 @@ def test_a_checkpoint_is_written_after_each_committed_round_and_no_aborted_one(t
 
 
 class Clock:
-    """Moves by ``write_s`` whenever something is written."""
+    """Clock that moves by ``write_s`` whenever something is written."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

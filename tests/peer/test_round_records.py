@@ -97,7 +97,7 @@ def test_every_truncation_and_every_appendix_is_refused_by_name(records: RoundRe
 
 
 def test_a_chunk_that_ends_elsewhere_is_refused() -> None:
-    """The digest is over a part's chunks one after the other, wherever one ends."""
+    """The digest is over a part's chunks end to end, wherever each ends."""
     joined, header_bytes = bytes(CHUNKS[3]) + bytes(CHUNKS[4]), CHUNKS[4].nbytes
     others = [memoryview(joined[:header_bytes]), memoryview(joined[header_bytes:])]
     with pytest.raises(WireError, match=r"result chunk 3 .* with its header"):

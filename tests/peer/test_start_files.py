@@ -1,4 +1,4 @@
-"""The start of a run from another one's checkpoint: whole, in three stages, in two; always the same bits."""
+"""Start of a run from another one's checkpoint: whole, in three stages, in two; always the same bits."""
 
 import asyncio
 import shutil
@@ -62,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stages_of(run: RunFile, folder: Path, boundaries: tuple[int, ...]) -> list[AnchorState]:
-    """What the holders of the stages read."""
+    """The states that the holders of the stages read."""
     start = run_start(run, folder)
     return [start.state_of(layout).read() for layout in stage_layouts(LAYERED, boundaries)]
 
@@ -120,7 +120,7 @@ def test_another_outer_optimizer_begins_at_zero(place: Path) -> None:
 def trained(
     run: RunFile, state: AnchorState, rounds: int, boundaries: tuple[int, ...] = (0, 6)
 ) -> tuple[AnchorState, list[float]]:
-    """What so many rounds make of the state that the run begins with, in a line of peers, and their losses."""
+    """The state after so many rounds from the run's start, computed by a line of peers, and their losses."""
     recipe = gpt()
     data, outer = recipe.training_data(), outer_of(run.outer)
     order = run_order(run, len(data), recipe.tokens_per_sample)
@@ -146,8 +146,7 @@ SCHEDULE = "tokens = {}\n[schedule]\nkind = 'cosine'\nwarmup_tokens = 1280\n"
 
 
 def test_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Two rounds in whole, two in three stages, two in two, are six of one process, with its optimizer, learning rate
-    and order of the samples."""
+    """Two rounds of a whole model, two in three stages and two in two equal six rounds of one process."""
     alone = parse_run_file(run_toml("alone", more=SCHEDULE.format(640 * 6)))
     vector = ParameterVector(gpt().build_model(1))
     initial = AnchorState.make(vector.read(), torch.zeros(2, ELEMENTS), 0)
@@ -186,7 +185,7 @@ def test_where_the_learning_rate_and_the_samples_go_on(place: Path) -> None:
 
 
 def copied(place: Path, tmp_path: Path) -> Path:
-    """The newest checkpoint's folder, to be damaged."""
+    """Folder of a copy of the newest checkpoint, to be damaged."""
     (found,) = place.glob("**/round-00000002")
     copy = tmp_path / "copy" / found.name
     copy.mkdir(parents=True)
@@ -217,7 +216,7 @@ def test_damage_is_named_with_its_tensor(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_forged_checkpoint_is_not_what_the_run_starts_from(place: Path, tmp_path: Path) -> None:
-    """Well signed, of the right round, and it claims the right state: but some values are others."""
+    """It is signed, of the right round, and claims the right state, but some values differ."""
     run = started(run_toml("next"), place)
     values = WHOLE.values.clone()
     values[0, -1] += 1e-3
@@ -273,7 +272,7 @@ def test_a_stages_checkpoint_is_no_start(tmp_path: Path) -> None:
 def test_where_the_newest_one_is_damaged_an_older_one_is_the_start(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """As for who restores or resumes; whoever names the damaged one is told of the damage."""
+    """As in a restore; where the damaged one is named, its damage is reported."""
     folder, run = tmp_path / "finished", parse_run_file(run_toml("next"))
     shutil.copytree(place, folder)
     older, newest = sorted(folder.glob("**/round-*"))
@@ -289,7 +288,7 @@ def test_where_the_newest_one_is_damaged_an_older_one_is_the_start(
 
 
 def test_a_checkpoint_of_a_run_that_diverged_is_no_start(tmp_path: Path) -> None:
-    """Nor is an older one without being asked for: how far back is good, nobody knows."""
+    """An older one is not taken by itself, as nobody knows how far back is good."""
     toml, anchor = run_toml("diverged"), WHOLE.anchor.clone()
     anchor[-1] = torch.nan
     write_checkpoint(tmp_path, parse_run_file(toml), toml, LAYOUT, random_state(ELEMENTS, WHOLE.version - 1))
@@ -384,7 +383,7 @@ def test_a_stage_reads_no_file_that_it_does_not_need(tmp_path: Path, monkeypatch
 
 
 def test_mean_gradients_are_those_of_one_piece() -> None:
-    """What ``trained`` rests on."""
+    """``trained`` relies on this."""
     recipe = gpt()
     model, data = recipe.build_model(1), recipe.training_data()
     line = Line(recipe, THREE, [(0, 0), (1, 1), (2, 2)])

@@ -1,4 +1,4 @@
-"""What a run starts from, brought by one peer to all others, whatever stages they hold."""
+"""The start of a run, served by one peer to all others, whatever stages they hold."""
 
 import asyncio
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class World:
-    """``have``: peers with the files; ``others`` are asked too."""
+    """``have``: peers with the files; ``others``: peers without them, which are asked, too."""
 
     def __init__(self, place: Path, have: Sequence[str] = ("a",), others: Sequence[str] = ()) -> None:
         self.network = MemoryNetwork()
@@ -74,7 +74,7 @@ class World:
 
 
 async def fetched(state: StartState) -> AnchorState:
-    """As whoever joins does it."""
+    """Fetch as a joining peer does."""
     while True:
         try:
             return await state.fetch()

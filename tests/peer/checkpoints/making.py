@@ -39,7 +39,7 @@ def state_of(version: int, outer: int = 1, layout: tuple[TensorSpec, ...] = LAYO
 
 
 def verdict_chain(rounds: int, run_hash: bytes = RUN.hash, signer: Identity = SIGNER) -> tuple[Verdict, ...]:
-    """Of committed rounds 0, 1, …: round r makes anchor version r + 1. Without plans."""
+    """Verdicts of committed rounds 0, 1, …, without plans: round r makes anchor version r + 1."""
     verdicts: list[Verdict] = []
     for number in range(rounds):
         blank = Verdict(
@@ -70,7 +70,7 @@ def signed(verdict: Verdict, signer: Identity = SIGNER) -> Verdict:
 def contents(
     number: int = 0, own: Mapping[str, Any] | None = None, layout: tuple[TensorSpec, ...] = LAYOUT, **changes: Any
 ) -> CheckpointContents:
-    """Of the state that round ``number`` made."""
+    """Contents of a checkpoint of the state that round ``number`` made."""
     verdicts = verdict_chain(number + 1)
     state = state_of(number + 1, layout=layout)
     about: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A tiny pipeline: its stages' verdicts, tied together, and what peers keep of them."""
+"""A tiny pipeline: the verdicts on its stages, tied together, and the checkpoints that peers keep."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -52,7 +52,7 @@ LAYOUTS = ((spec("embedding", 4, 3),), (spec("block.weight", 3, 3), spec("block.
 
 
 def stage_chains(rounds: int, aborted: Sequence[int] = (), stages: int = len(LAYOUTS)) -> list[tuple[Verdict, ...]]:
-    """Of each stage, the verdicts of so many rounds: all committed but those."""
+    """The verdicts of so many rounds of each stage, committed but for the given ones."""
     chains: list[list[Verdict]] = [[] for _ in range(stages)]
     version = 0
     for number, blank in enumerate(verdict_chain(rounds, RUN.hash)):
@@ -80,7 +80,7 @@ def stage_chains(rounds: int, aborted: Sequence[int] = (), stages: int = len(LAY
 
 
 def _plan(stage: int, before: Sequence[Verdict]) -> RoundPlan:
-    """Of the next round of a stage: it names the state that there is."""
+    """The plan of a stage's next round, which names the present state."""
     version = before[-1].anchor_version if before else 0
     return RoundPlan(
         round=len(before),
@@ -98,7 +98,7 @@ def stage_state(stage: int, version: int, layout: Iterable[TensorSpec] | None = 
 
 
 def about(number: int, state: AnchorState, verdict: Verdict, **changes: Any) -> CheckpointAbout:
-    """A stage's."""
+    """Description of a stage's checkpoint."""
     fields = {
         "run": RUN.run.name,
         "run_hash": RUN.hash.hex(),
@@ -129,7 +129,7 @@ def given(chains: Sequence[Sequence[Verdict]], number: int) -> list[StageState]:
 
 
 def whole_values(version: int) -> torch.Tensor:
-    """What all stages' states are together, (2, n)."""
+    """The values of all stages together, (2, n)."""
     return torch.cat([stage_state(stage, version).values for stage in range(len(LAYOUTS))], dim=1)
 
 
@@ -143,7 +143,7 @@ def keep(
     sealed_for: Iterable[bytes] | None = None,
     **changes: Any,
 ) -> Path:
-    """The checkpoint of that stage and round in a peer's folder."""
+    """Write the checkpoint of that stage and round to a peer's folder."""
     verdict = chain[of_round]
     state = state or stage_state(number, verdict.anchor_version)
     place = stage_folder(peer, number) / CHECKPOINTS

@@ -1,4 +1,4 @@
-"""Sealed files and checkpoints: opened by their readers, and by nobody who changed one bit of them."""
+"""Sealed files and checkpoints: readers open them, and any changed bit is noticed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a peer has of its own, taken apart, written, read and put back: it goes on with the very same bits."""
+"""A peer's own state: encoded, written, read and restored, it goes on with the same bits."""
 
 import math
 import random
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Noisy(nn.Module):
-    """Uses every generator, and has running statistics."""
+    """Model that uses every generator and has running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Loop:
 
 
 def written(own: LocalStateSnapshot) -> dict[str, Any]:
-    """Through the bytes of a file."""
+    """The tree after a way through the bytes of a file."""
     return parse_local_state(b"".join(bytes(piece) for piece in file_pieces(own.file())), "peer.safetensors")
 
 

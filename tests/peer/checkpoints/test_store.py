@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from tests.peer.checkpoints.making import IDENTITY, LAYOUT, RUN, contents, open_store, state_of, verdict_chain
 
 from shoal.peer.checkpoints.checkpoint import CheckpointContents, read_checkpoint, unpack_verdicts
+from shoal.peer.checkpoints.manifest import MANIFEST
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.checkpoints.store import CheckpointStore, checkpoints_in
 from shoal.peer.checkpoints.writer import CheckpointWriter
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.types import TensorSpec
@@ -214,7 +215,7 @@ def test_an_old_one_that_cannot_be_removed_is_only_a_warning(
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """The disk is full at the first ``when``: ``write``, ``fsync`` or ``rename`` (which the disk may refuse, too)."""
+    """A disk that is full at the first ``when``: ``write``, ``fsync`` or ``rename`` (which a disk may refuse, too)."""
 
     def refuse(*_: object) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -299,3 +300,24 @@ def test_another_history_of_the_run_is_set_aside(tmp_path: Path, caplog: pytest.
     assert "another history" in caplog.text
     whole = read_checkpoint(FolderSource(tmp_path / "checkpoints" / aside[0]))
     assert whole.manifest.round == 4, "nothing of it is lost"
+
+
+# Search -------------------------------------------------------------------------------------------------------
+
+
+def made_at(place: Path) -> Path:
+    place.mkdir(parents=True)
+    (place / MANIFEST).touch()
+    return place
+
+
+def test_what_is_being_written_is_no_checkpoint_nor_is_what_lies_in_it(tmp_path: Path) -> None:
+    found = [made_at(tmp_path / "a" / "round-00000001"), made_at(tmp_path / "whole")]
+    made_at(tmp_path / ".new-round-00000002")
+    made_at(tmp_path / "a" / ".old-1" / "round-00000001")
+    assert checkpoints_in(tmp_path) == found
+
+
+def test_a_folder_around_the_one_that_is_given_may_have_any_name(tmp_path: Path) -> None:
+    place = made_at(tmp_path / ".shoal" / "runs" / "round-00000001")
+    assert checkpoints_in(tmp_path / ".shoal") == checkpoints_in(place) == [place]

@@ -1,4 +1,4 @@
-"""Whole models of what peers kept of their stages: exported, put together, refused where they do not go together."""
+"""Whole models from the stages that peers kept: exported, joined, refused where they do not fit together."""
 
 import errno
 import io
@@ -39,12 +39,12 @@ NAMES = [spec.name for layout in LAYOUTS for spec in layout]
 
 
 def keep_all(folder: Path, chains: Sequence[Sequence[Verdict]], number: int) -> list[Path]:
-    """Each stage by a peer of its own."""
+    """Keep each stage by a peer of its own."""
     return [keep(folder / f"peer{stage}", stage, chain, number) for stage, chain in enumerate(chains)]
 
 
 def exported(folder: Path, out: Path) -> tuple[int, Tensor]:
-    """Version and values of what is exported, in the layout's order."""
+    """Version and values of the exported model, in the layout's order."""
     version = export_model(folder, out / "model.safetensors")
     tensors = load_file(out / "model.safetensors")
     assert sorted(tensors) == sorted(NAMES)
@@ -172,7 +172,7 @@ def test_stages_of_two_histories_do_not_go_together(tmp_path: Path) -> None:
 
 
 def test_whoever_came_after_an_aborted_round_has_the_same_state(tmp_path: Path) -> None:
-    """Its checkpoint is of that round: the one before is not known to it, but the others know both."""
+    """Its checkpoint is of that round, and it does not know the one before; the others know both."""
     chains = stage_chains(4, aborted=[2])
     for stage in (0, 1):
         keep(tmp_path / "run", stage, chains[stage], 1)
@@ -197,7 +197,7 @@ def test_of_a_damaged_checkpoint_another_peers_is_taken(tmp_path: Path) -> None:
 
 
 def test_of_several_states_that_is_taken_which_the_next_plan_names(tmp_path: Path) -> None:
-    """One peer signs whatever it likes; the coordinator's next plan says what the stage had."""
+    """One peer signs a wrong state; the coordinator's next plan names the stage's state."""
     chains = stage_chains(3)
     keep_all(tmp_path / "run", chains, 1)
     wrong = stage_state(1, 7).values
@@ -236,7 +236,7 @@ def test_stages_and_the_whole_are_verified(tmp_path: Path) -> None:
 
 
 def test_eighty_columns_are_enough_for_what_is_said_of_a_stage(tmp_path: Path) -> None:
-    """Names are cut, be they of the longest kind; what was checked is not."""
+    """Names are cut, even the longest ones; the result of the check is not."""
     place = keep(tmp_path / "run", 1, stage_chains(2)[1], 1)
     (found,) = verify_checkpoints([place])
     assert isinstance(found, Verified)
@@ -266,7 +266,7 @@ def test_a_stages_history_has_to_be_of_that_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["digest", "order", "chain", "missing"])
 def test_a_whole_that_is_not_of_its_stages_is_refused(tmp_path: Path, wrong: str) -> None:
-    """Whatever its signer says of itself: what the coordinator has signed tells."""
+    """The coordinator's signatures tell, whatever the checkpoint's signer claims."""
     chains = stage_chains(2)
     stages = given(chains, 1)
     place = tmp_path / "whole"

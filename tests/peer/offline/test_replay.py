@@ -1,4 +1,4 @@
-"""``shoal replay`` on the folders of simulated runs: every state comes out again, or what is wrong is named."""
+"""``shoal replay`` on the folders of simulated runs: it gives every state again, or names what is wrong."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def contribution(seed: int) -> Tensor:
 
 
 def save(member: StatefulMember, state: AnchorState, verdict: Verdict, verdicts: tuple[Verdict, ...] = ()) -> None:
-    """A checkpoint of the state that the verdict made."""
+    """Write a checkpoint of the state that the verdict made."""
     run = member.client.run_file
     about = CheckpointAbout(
         run=run.run.name,
@@ -117,7 +117,7 @@ def test_a_round_that_is_not_there(kept: Path, number: int) -> None:
 
 
 def write_anew(kept: Path, readers: Sequence[bytes] | None = None, **changes: Any) -> None:
-    """The same checkpoints with changed manifests, sealed for ``readers`` if there are any."""
+    """Write the same checkpoints with changed manifests, sealed for ``readers`` if there are any."""
     before = kept / "before"
     (kept / "checkpoints").rename(before)
     for place in sorted(before.iterdir()):

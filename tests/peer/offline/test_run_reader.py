@@ -16,7 +16,7 @@ HEARTBEAT_S, PATIENCE_S = 1.0, 6.0
 
 
 class Client:
-    """Of one stage; ``show`` is a view that comes."""
+    """Client of one stage; ``show`` delivers a view."""
 
     deadlines = SimpleNamespace(heartbeat_s=HEARTBEAT_S, patience_s=PATIENCE_S)
 

@@ -1,4 +1,4 @@
-"""``shoal verify``: what is whole passes, what is wrong is named, and it is said what vouches for each state."""
+"""``shoal verify``: undamaged checkpoints pass, errors name what is wrong, and each state's voucher is named."""
 
 import json
 import shutil
@@ -28,8 +28,9 @@ ORIGIN = HistoryOrigin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.f
 def planned_chain(
     rounds: int, planned_on: dict[int, bytes] | None = None, lowered: Sequence[int] = ()
 ) -> tuple[Verdict, ...]:
-    """As ``verdict_chain``, with plans that name the states of ``state_of``, or ``planned_on``; in the rounds
-    ``lowered`` the run goes back to version 1."""
+    """As ``verdict_chain``, with plans that name the states of ``state_of``, or ``planned_on``.
+
+    In the rounds ``lowered`` the run goes back to version 1."""
     verdicts: list[Verdict] = []
     version = 0
     for number, blank in enumerate(verdict_chain(rounds)):
@@ -49,7 +50,7 @@ def planned_chain(
 
 
 def write(folder: Path, verdicts: Sequence[Verdict], number: int, first: int = 0, **changes: Any) -> Path:
-    """The checkpoint of round ``number``, with the verdicts from ``first`` on."""
+    """Write the checkpoint of round ``number``, with the verdicts from ``first`` on."""
     last = verdicts[number]
     state = state_of(last.anchor_version)
     fields = {"chain": last.chain.hex(), "tokens": last.tokens_total, "anchor_version": last.anchor_version}
@@ -59,14 +60,14 @@ def write(folder: Path, verdicts: Sequence[Verdict], number: int, first: int = 0
 
 
 def history(folder: Path, verdicts: Sequence[Verdict], owner: HistoryOrigin = ORIGIN) -> Path:
-    """The peer's, beside its checkpoints."""
+    """Write the peer's history, beside its checkpoints."""
     path = folder / HISTORY_FILE
     path.write_bytes(pack_history(owner, verdicts))
     return path
 
 
 def told(folder: Path) -> list[tuple[int, int, int | None]]:
-    """Round, where its chain begins, and who vouches, of whole checkpoints."""
+    """Round, start of the chain, and voucher of each undamaged checkpoint."""
     found = verify(folder)
     assert all(isinstance(one, Verified) for one in found), found
     return [(one.manifest.round, one.first_round, one.vouched_by) for one in found if isinstance(one, Verified)]

@@ -1,4 +1,4 @@
-"""What a peer's folder has of a stage: the checkpoint's state, and those that the rounds beside it lead to."""
+"""States of a stage that a peer's folder gives: the checkpoint's, and those after the rounds beside it."""
 
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from shoal.swarm.protocol.rounds import Verdict
 
 @pytest.fixture
 def played(tmp_path: Path) -> tuple[KeptStage, list[bytes]]:
-    """The checkpoint of round 0, with the rounds after it, and the digests of all states. (A stage averages like a run
-    of its own, so that of one does.)"""
+    """The checkpoint of round 0, the rounds after it, and the digests of all states.
+
+    A stage averages like a run of its own, so this is a run's."""
     digests: list[bytes] = []
 
     async def main() -> None:
@@ -86,7 +87,7 @@ def test_but_not_beyond_a_round_that_went_back(tmp_path: Path) -> None:
 
 
 def states(place: Path, known: dict[int, Verdict]) -> list[int]:
-    """The rounds at whose end the checkpoint's state was the stage's."""
+    """The rounds at whose end the stage had the checkpoint's state."""
     source = FolderSource(place)
     manifest = read_manifest(source)
     assert manifest.stage is not None

@@ -33,7 +33,8 @@ def fresh_memory() -> MemoryFileSystem:
 
 @dataclass
 class Faulty:
-    """Passes on to a file system; ``fails`` is asked before each change or reading with its name and path, and raises.
+    """File system that passes calls on; ``fails`` is asked before each change or read, with its name and path, and may
+    raise.
 
     A failing ``put_file`` has written half of the file before."""
 
@@ -74,7 +75,7 @@ class Faulty:
 
 @dataclass
 class Place:
-    """One peer with its checkpoints, and what is at the URL."""
+    """One peer with its checkpoints, and the copies at the URL."""
 
     folder: Path
     files: Faulty = field(default_factory=lambda: Faulty(fresh_memory()))
@@ -90,7 +91,7 @@ class Place:
         return RemoteStore(self.files, "/copies", "memory://copies")
 
     def store(self, retention: Retention | None = None) -> CheckpointStore:
-        """Opened anew, as after a start."""
+        """The store, opened as after a start."""
         place = self.folder / "checkpoints"
         return CheckpointStore(place, RUN.hash, self.identity, retention or Retention(9), sealed_for=self.readers)
 
@@ -101,13 +102,13 @@ class Place:
         return store
 
     def copies(self, store: CheckpointStore | None = None, every: int = 1, keep: int = 9) -> CheckpointUploader:
-        """Made anew, as after a start."""
+        """The uploader, made as after a start."""
         return CheckpointUploader(
             store or self.store(), CopyDestination(self.remote, every, Retention(keep)), self.base
         )
 
     def copy_all(self, store: CheckpointStore | None = None, every: int = 1, keep: int = 9) -> None:
-        """Copy until nothing is left to do, then end."""
+        """Copy until nothing is due, then end."""
 
         async def main() -> None:
             copies = self.copies(store, every, keep)
@@ -118,12 +119,12 @@ class Place:
         run_virtual(main())
 
     def whole(self) -> list[int]:
-        """The rounds whose copies have the file that is written last."""
+        """Rounds whose copies have the file that is uploaded last."""
         return sorted({int(name.split("/")[2][6:]) for name in self.files.names() if name.endswith("/manifest.json")})
 
 
 def run_for(copies: CheckpointUploader, done: Callable[[], object]) -> float:
-    """Run it in virtual time until ``done``; the seconds that took."""
+    """Run it in virtual time until ``done``; return the seconds."""
 
     async def main() -> float:
         running = asyncio.get_running_loop().create_task(copies.run())

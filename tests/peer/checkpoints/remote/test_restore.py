@@ -1,4 +1,4 @@
-"""A checkpoint brought back from a URL: the newest that is whole, resumed at every step, nothing overwritten."""
+"""Restore of a checkpoint from a URL: the newest undamaged one, resumed at every step, nothing overwritten."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ FILES = ["manifest.json", "anchor-00001-of-00001.safetensors", "outer-00001-of-0
 
 
 class Machine:
-    """An empty one, with an identity; ``said`` is what the user reads."""
+    """An empty machine with an identity; ``said``: what the user reads."""
 
     def __init__(self, folder: Path, identity: Identity = ME) -> None:
         self.runs = folder / "runs"
@@ -44,7 +44,7 @@ class Machine:
         return self.runs / RUN_FOLDER / self.identity.peer_id / "checkpoints"
 
     def rounds(self) -> list[int]:
-        """What a joining peer finds, all of it checked."""
+        """Rounds of the checkpoints that a joining peer finds, all of them checked."""
         store = CheckpointStore(self.checkpoints, RUN.hash, self.identity, Retention())
         return [store.load(kept).manifest.round for kept in store.kept()]
 

@@ -1,4 +1,4 @@
-"""Copies of a pipeline's stages at a URL: brought back of one round, and only those stages that are needed."""
+"""Copies of a pipeline's stages at a URL: restored of one round, and only of the stages that are needed."""
 
 import logging
 from pathlib import Path
@@ -27,7 +27,7 @@ RUN_FOLDER = f"reef-{RUN.hash.hex()[:8]}"
 
 
 class Url:
-    """Where all peers of the run copy their stages to."""
+    """The URL to which all peers of the run copy their stages."""
 
     def __init__(self) -> None:
         self.files = Faulty(fresh_memory())
@@ -36,7 +36,7 @@ class Url:
     def copy(
         self, folder: Path, stage: int, identity: Identity, *rounds: int, sealed_for: list[bytes] | None = None
     ) -> None:
-        """A peer keeps its stage of these rounds, and copies each of them."""
+        """Write and copy checkpoints of a peer's stage for these rounds."""
         place = stage_folder(folder / RUN_FOLDER / identity.peer_id, stage)
         for number in rounds:
             keep(place.parent, stage, CHAINS[stage], number, identity, sealed_for=sealed_for)
@@ -60,7 +60,7 @@ class Url:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Url:
-    """One peer has had stages 0 and 1, another one 1 and 2; they copied different rounds."""
+    """One peer has copied stages 0 and 1, another one 1 and 2, of different rounds."""
     url = Url()
     url.copy(tmp_path / "there", 0, ONE, 0, 1, 2)
     url.copy(tmp_path / "there", 1, ONE, 1)
@@ -78,7 +78,7 @@ def restored(
     number: int | None = None,
     said: list[str] | None = None,
 ) -> dict[int, int]:
-    """Round by stage; ``said`` gets what people are told."""
+    """Round by stage; ``said`` receives the messages."""
     said = [] if said is None else said
     restorer = CheckpointRestorer(url.remote, to, identity, said.append, lambda _: None)
     folders = restorer.restore(find_copies(url.remote), all_stages=all_stages, number=number)
@@ -101,7 +101,7 @@ def test_where_nothing_is_left_all_stages_come_of_one_round(url: Url, tmp_path: 
 
 
 def test_a_peer_that_was_there_gets_its_stages_of_a_round_that_all_have(url: Url, tmp_path: Path) -> None:
-    """Its own have newer ones, which are of no use to a run that has lost the other stages."""
+    """Its own newer ones are of no use to a run that has lost the other stages."""
     said: list[str] = []
     assert restored(url, tmp_path / "one", ONE, said=said) == {0: 1, 1: 1}
     assert "(stage 0: 2, 1, 0; stage 1: 3, 2, 1; stage 2: 3, 1)" in said[-1]
@@ -111,7 +111,7 @@ def test_a_peer_that_was_there_gets_its_stages_of_a_round_that_all_have(url: Url
 
 
 def test_nothing_is_said_of_other_rounds_where_the_newest_one_comes(url: Url, tmp_path: Path) -> None:
-    """Unfinished ones do not count, and what is here already stays."""
+    """Unfinished copies do not count, and local checkpoints stay."""
     url.copy(tmp_path / "there", 0, ONE, 3)
     url.files.inner.pipe_file(f"/copies/{RUN_FOLDER}/{ONE.peer_id}/stage-00000/round-00000005/anchor", b"half")
     for stays in (False, True):
@@ -122,7 +122,7 @@ def test_nothing_is_said_of_other_rounds_where_the_newest_one_comes(url: Url, tm
 
 
 def test_a_round_of_which_one_stage_is_damaged_comes_of_none(url: Url, tmp_path: Path) -> None:
-    """Peers that restore other stages do not see the damage: whoever does is told."""
+    """Peers that restore other stages do not see the damage, so the peer that does is told what to do."""
     url.copy(tmp_path / "there", 0, ONE, 3)
     url.flip(2, OTHER, 3)
     said: list[str] = []
@@ -169,7 +169,7 @@ def test_stages_that_are_sealed_for_others_are_said_to_be(tmp_path: Path) -> Non
 def test_copies_that_take_longer_than_they_are_apart_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int, is_told: bool
 ) -> None:
-    """Once: three rounds end while the first one is copied."""
+    """There is one warning: three rounds end while the first one is copied."""
     url, store = Url(), CheckpointStore(tmp_path / CHECKPOINTS, RUN.hash, ONE, Retention(9))
 
     def train(*rounds: int) -> None:
@@ -196,7 +196,7 @@ def test_copies_that_take_longer_than_they_are_apart_are_told(
 
 
 def test_a_stage_that_nobody_has_copied_is_named(url: Url, tmp_path: Path) -> None:
-    """What there is comes: a peer may have kept the rest."""
+    """The other stages are restored: a peer may have kept the missing one."""
     said: list[str] = []
     assert restored(url, tmp_path / "all", ME, said=said) == {0: 1, 1: 1, 2: 1}
     assert not any("no copy of" in line for line in said), said

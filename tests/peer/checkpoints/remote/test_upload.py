@@ -1,4 +1,4 @@
-"""Copies of checkpoints at a URL: in which order, resumed after every failure and death, kept by the rule."""
+"""Upload of checkpoints to a URL: in order, resumed after every failure and death, with retention."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What a process that starts finds by itself, and how it comes to the run's state from there."""
+"""States that a starting process finds locally, and its way from there to the run's state."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ def state_of(version: int, branch: int = 0) -> AnchorState:
 
 
 class Records:
-    """Rolls forward up to ``last``, if there is anything to do."""
+    """Roll-forward to ``last``, where there is anything to do."""
 
     def __init__(self, last: int) -> None:
         self.last = last
@@ -52,7 +52,7 @@ def test_who_starts_afresh_has_only_what_it_held() -> None:
 
 
 class Holder:
-    """A member of a run that is at ``version``; ``fetched``: versions that were got from donors."""
+    """A member of a run that is at ``version``; ``fetched``: versions that were fetched from donors."""
 
     def __init__(self, version: int) -> None:
         self.version = version

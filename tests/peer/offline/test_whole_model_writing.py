@@ -1,4 +1,4 @@
-"""Whole models that were put together from stages: as any checkpoint, and still provable stage by stage."""
+"""Checkpoints that were joined from stages: read as any checkpoint, and still provable stage by stage."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""No changed byte and no missing one is ever accepted, and each refusal says what is wrong."""
+"""Refusals of checkpoints: any changed or missing byte is noticed, and the error says what is wrong."""
 
 import json
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def test_a_refusal_names_file_field_and_what_was_expected(source: MemorySource) 
 
 
 def signed_as(source: MemorySource, **changes: Any) -> MemorySource:
-    """The same with another manifest that is signed as it should be, by whoever wants to fool us."""
+    """The same checkpoint with another manifest that is properly signed, as an attacker could."""
     fields = {**json.loads(source.files["manifest.json"]), **changes}
     fields["identity_key"], fields["signature"] = SIGNER.public_key.hex(), "0" * 128
     unsigned = Manifest.model_validate_json(json.dumps(fields))

@@ -6,7 +6,7 @@ ROUND_S = 10.0
 
 
 def written(write_s: float, rounds: int, *, in_step: bool, first: int = 0) -> list[int]:
-    """The rounds after which a peer writes that takes so long to, and joined in the round ``first``."""
+    """The rounds after which a peer writes, whose checkpoints take so long and which joined in round ``first``."""
     pace, found, busy_s = CheckpointPace(in_step=in_step), [], -1.0
     for number in range(first, rounds):
         now_s = number * ROUND_S

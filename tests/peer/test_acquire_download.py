@@ -107,7 +107,7 @@ async def moving_on(world: World, catch_up: CatchUp | None) -> None:
 
 
 def begin(folder: Path, state: AnchorState, *chunks: int) -> None:
-    """What a killed process leaves."""
+    """Leave what a killed process leaves."""
     partial = PartialState(wanted_of(state), folder)
     partial.learn_digests(state.chunk_digests)
     partial.unwritten.extend(chunks)
