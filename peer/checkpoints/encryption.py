@@ -160,10 +160,18 @@ class Sealing:
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview], write_file: WriteFile) -> FileEntry:
         """Write a file sealed; return size and digest of its content."""
-        content = _Measured(pieces)
-        sealed = seal(self._key, self._number + name.encode(), content)
+        digest, size_bytes = hashlib.sha256(), 0
+
+        def measured() -> Iterator[bytes | memoryview]:
+            nonlocal size_bytes
+            for piece in pieces:
+                digest.update(piece)
+                size_bytes += len(piece)
+                yield piece
+
+        sealed = seal(self._key, self._number + name.encode(), measured())
         self._files[name + SUFFIX] = write_file(name + SUFFIX, sealed)
-        return content.entry
+        return size_bytes, digest.hexdigest()
 
     def envelope(self) -> bytes:
         """The content of ``sealed.json``, once all files are written."""
@@ -175,25 +183,6 @@ class Sealing:
             mac=64 * "0",
         )
         return blank.model_copy(update={"mac": blank.mac_under(self._key)}).file_bytes
-
-
-class _Measured:
-    """Pieces of a file, counted and hashed as they go by."""
-
-    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
-        self._pieces = pieces
-        self._digest = hashlib.sha256()
-        self._size_bytes = 0
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        for piece in self._pieces:
-            self._digest.update(piece)
-            self._size_bytes += len(piece)
-            yield piece
-
-    @property
-    def entry(self) -> FileEntry:
-        return self._size_bytes, self._digest.hexdigest()
 
 
 class SealedSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -74,12 +74,8 @@ class UnpackedHistory(UnpackedVerdicts):
     head_bytes: int
 
 
-def pack_history(origin: HistoryOrigin, verdicts: Iterable[Verdict]) -> bytes:
-    """Encode the head and the verdicts, one msgpack map after the other."""
-    return b"".join([pack_origin(origin), *map(pack_verdict, verdicts)])
-
-
 def pack_origin(origin: HistoryOrigin) -> bytes:
+    """Encode the head of a history; the verdicts follow, one msgpack map after the other."""
     data: bytes = msgpack.packb(origin.model_dump())
     return data
 

@@ -263,12 +263,10 @@ def _part_name(index: int) -> str:
 
 
 def _unpack_verdict(path: Path, data: bytes) -> Verdict:
-    try:
+    with suppress(WireError, ValueError):
         ((verdict, end),) = unpack_verdicts(data)
         if end == len(data):
             return verdict
-    except (WireError, ValueError) as error:
-        raise StateFileError(f"{path}: field verdict: not a verdict; it is damaged") from error
     raise StateFileError(f"{path}: field verdict: not a verdict; it is damaged")
 
 

@@ -7,17 +7,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import aclosing
 
 from torch import Tensor
 
 from shoal.peer.state_transfer.chunk_format import BFLOAT16
 from shoal.peer.state_transfer.donor import rounded_digests_blob
-from shoal.peer.state_transfer.download import StateDownload
+from shoal.peer.state_transfer.download import StateDownload, fetch_into
 from shoal.peer.state_transfer.partial_state import PartialState, WantedState
 from shoal.peer.training.anchor import DIGEST_BYTES, chunks_in, state_digest
 from shoal.swarm.aio import task_scope
-from shoal.swarm.errors import LinkError, ShoalError, WireError
+from shoal.swarm.errors import LinkError, ShoalError
 from shoal.swarm.transport.node import Endpoint
 
 _ASKED = 8
@@ -41,13 +40,15 @@ async def fetch_rounded_anchor(
 async def _agreed_digests(
     endpoint: Endpoint, donors: Sequence[str], version: int, elements: int, progress_s: float
 ) -> bytes:
-    size = DIGEST_BYTES * chunks_in(4 * elements)
     answers: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     async def ask(donor: str) -> None:
         answer = None
         try:
-            answer = await _digests_of(endpoint, donor, version, size, progress_s)
+            digests = bytearray(DIGEST_BYTES * chunks_in(4 * elements))
+            blob = rounded_digests_blob(version)
+            await fetch_into(endpoint, donor, blob, memoryview(digests), "the digests", progress_s)
+            answer = bytes(digests)
         except ShoalError as error:  # the donor's errors come out of here, too
             trouble.append(f"{donor}: {error}")
         answers.put_nowait(answer)
@@ -69,22 +70,3 @@ async def _agreed_digests(
         f"too few members give the same rounded anchor of version {version} ({why}); "
         "export it in float32, which the run's digest vouches for"
     )
-
-
-async def _digests_of(endpoint: Endpoint, donor: str, version: int, size: int, progress_s: float) -> bytes:
-    digests: dict[int, bytearray] = {}
-
-    def sink(chunk: int, size_bytes: int) -> memoryview:
-        if size_bytes > size:
-            raise WireError(f"{size_bytes} bytes of digests do not fit")
-        digests[chunk] = bytearray(size_bytes)
-        return memoryview(digests[chunk])
-
-    blob = rounded_digests_blob(version)
-    async with aclosing(endpoint.fetch(donor, blob, range(chunks_in(size)), sink, progress_s)) as stream:
-        async for _ in stream:
-            pass
-    found = b"".join(digests[chunk] for chunk in sorted(digests))
-    if len(found) != size:
-        raise WireError(f"{len(found)} bytes of digests do not fit")
-    return found

@@ -352,5 +352,21 @@ class StateDownload:
                 await self._changed.wait()
 
 
+async def fetch_into(
+    endpoint: Endpoint, donor: str, blob: Blob, place: memoryview, what: str, progress_s: float
+) -> None:
+    """Fetch all chunks of a blob into ``place``. Raises ``LinkError``, also for a chunk of another size."""
+
+    def sink(chunk: int, size_bytes: int) -> memoryview:
+        piece = place[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+        if size_bytes != piece.nbytes:
+            raise LinkError(f"{donor} sent {size_bytes} bytes as chunk {chunk} of {what}, not {piece.nbytes}")
+        return piece
+
+    async with aclosing(endpoint.fetch(donor, blob, range(chunks_in(place.nbytes)), sink, progress_s)) as stream:
+        async for _ in stream:
+            pass
+
+
 def _log_event(event: str, **fields: Any) -> None:
     log.debug("%s: %s", event, fields)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
 from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
 from shoal.peer.checkpoints.store import checkpoints_in
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
+from shoal.peer.state_transfer.download import fetch_into
 from shoal.peer.training.anchor import CHUNK_BYTES, AnchorState, bytes_of, chunks_in
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import (
@@ -257,18 +257,7 @@ class StartState:
         """Fetch one tensor. Raises ``LinkError``, also where it is not the run's."""
         run = self._run
         rows = torch.empty(run.rows, spec.elements)
-        place = bytes_of(rows)
-
-        def sink(chunk: int, size: int) -> memoryview:
-            piece = place[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-            if size != piece.nbytes:
-                raise LinkError(f"{peer} sent {size} bytes as chunk {chunk} of {spec.name!r}, not {piece.nbytes}")
-            return piece
-
-        chunks = range(chunks_in(place.nbytes))
-        async with aclosing(run.endpoint.fetch(peer, run.blob(spec.name), chunks, sink, run.progress_s)) as stream:
-            async for _ in stream:
-                pass
+        await fetch_into(run.endpoint, peer, run.blob(spec.name), bytes_of(rows), repr(spec.name), run.progress_s)
         if await in_thread(hash_of, spec.shape, rows) != run.start.tensors[spec.name].sha256:
             log.warning("%s sent another tensor %r than the run starts from", peer, spec.name)
             raise LinkError(f"{peer} sent another tensor {spec.name!r} than the run starts from")

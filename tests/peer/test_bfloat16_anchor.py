@@ -59,7 +59,7 @@ def test_one_of_two_is_not_believed(second: AnchorState | None) -> None:
 def test_a_list_of_another_length_is_no_list(change: object) -> None:
     network = MemoryNetwork()
     network.faults.append(changed("anchor_bfloat16_digests", "a", change))  # type: ignore[arg-type]
-    with pytest.raises(LinkError, match="do not fit"):
+    with pytest.raises(LinkError, match="bytes as chunk"):
         fetched(network, {"a": STATE})
 
 

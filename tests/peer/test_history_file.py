@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.peer.checkpoints.making import RUN, RUN_TOML, verdict_chain
+from tests.peer.checkpoints.making import RUN, RUN_TOML, pack_history, verdict_chain
 
 from shoal.peer.history.chain import check_chain
-from shoal.peer.history.history_file import HistoryFile, HistoryOrigin, pack_history, pack_origin, unpack_history
+from shoal.peer.history.history_file import HistoryFile, HistoryOrigin, pack_origin, unpack_history
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.rounds import Verdict

@@ -19,7 +19,6 @@ from shoal.peer.regular_file import open_regular
 
 LAST_FILES = (MANIFEST, ENVELOPE)
 """The file that is uploaded last and lists the others: of a plain checkpoint, of a sealed one."""
-_PIECE_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,9 @@ def read_listing(source: CheckpointSource) -> CopyListing:
 
 def entry_of(path: Path) -> FileEntry:
     """Bytes and SHA-256 of a local file. Raises ``OSError``."""
-    digest, size_bytes = hashlib.sha256(), 0
     with open_regular(path) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-            size_bytes += len(piece)
-    return size_bytes, digest.hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        return file.tell(), digest
 
 
 _DEEPEST = 4  # URL / run / peer / stage / round

@@ -1,6 +1,6 @@
 """Checkpoints of tiny models, and their files in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from shoal.peer.checkpoints.local_state import SnapshotBuffers
 from shoal.peer.checkpoints.manifest import CheckpointAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.types import TensorSpec
-from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
+from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, pack_verdict, signed_bytes
 
 RUN_TOML = "[run]\nname = 'reef'\n[recipe]\nname = 'own'\n[round]\ntokens = 100\n"
 RUN = parse_run_file(RUN_TOML)
@@ -36,6 +37,11 @@ def state_of(version: int, outer: int = 1, layout: tuple[TensorSpec, ...] = LAYO
     generator = torch.Generator().manual_seed(version)
     elements = sum(spec.elements for spec in layout)
     return AnchorState.of(torch.randn(1 + outer, elements, generator=generator), version)
+
+
+def pack_history(origin: HistoryOrigin, verdicts: Iterable[Verdict]) -> bytes:
+    """The bytes of a history file."""
+    return b"".join([pack_origin(origin), *map(pack_verdict, verdicts)])
 
 
 def verdict_chain(rounds: int, run_hash: bytes = RUN.hash, signer: Identity = SIGNER) -> tuple[Verdict, ...]:

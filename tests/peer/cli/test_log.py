@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.fakes.journals import leased
-from tests.peer.checkpoints.making import IDENTITY, RUN, RUN_TOML, SIGNER, contents, open_store
+from tests.peer.checkpoints.making import IDENTITY, RUN, RUN_TOML, SIGNER, contents, open_store, pack_history
 from tests.peer.terminal.test_reporter import PEERS, PLAN
 from tests.swarm.coordinator.world import World, run_file
 from typer.testing import CliRunner
@@ -17,7 +17,7 @@ from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.cli.host import ORIGIN_FILE
 from shoal.peer.cli.log import open_log, show_log
 from shoal.peer.cli.main import app
-from shoal.peer.history.history_file import HistoryOrigin, pack_history, pack_origin
+from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.errors import SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.identity import CurveKeys, Identity

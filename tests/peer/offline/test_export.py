@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from tests.peer.checkpoints.making import contents as plain_contents
-from tests.peer.checkpoints.making import open_store
+from tests.peer.checkpoints.making import open_store, pack_history
 from tests.peer.checkpoints.stages import IDENTITY, LAYOUTS, TOML, given, keep, stage_chains, stage_state, whole_values
 from tests.swarm.coordinator.world import SIGNER
 from torch import Tensor
@@ -25,7 +25,7 @@ from shoal.peer.checkpoints.store import CHECKPOINTS
 from shoal.peer.cli.main import app
 from shoal.peer.cli.verify_view import verify_table
 from shoal.peer.folders import stage_folder
-from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin, pack_history
+from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin
 from shoal.peer.member.memberships import scope_of
 from shoal.peer.offline.export import export_model, gather_checkpoint
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints

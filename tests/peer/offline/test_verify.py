@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.peer.checkpoints.making import IDENTITY, RUN, RUN_TOML, contents, open_store, signed, state_of, verdict_chain
+from tests.peer.checkpoints.making import (
+    IDENTITY,
+    RUN,
+    RUN_TOML,
+    contents,
+    open_store,
+    pack_history,
+    signed,
+    state_of,
+    verdict_chain,
+)
 from tests.swarm.coordinator.world import SIGNER
 from typer.testing import CliRunner
 
@@ -15,7 +25,7 @@ from shoal.peer.checkpoints.checkpoint import CheckpointContents
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.cli.main import app
-from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin, pack_history
+from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
