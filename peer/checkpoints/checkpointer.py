@@ -24,6 +24,8 @@ from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import TensorSpec
 
+log = logging.getLogger(__name__)
+
 _TIME_SHARE = 20
 """Writing takes at most one part in this many of the time."""
 
@@ -63,9 +65,6 @@ class CheckpointPace:
             return 1
         rounds = _TIME_SHARE * self._wrote_s * (last - first) / (last_s - first_s)
         return min(_MAX_SPACING, 1 << max(0, math.ceil(math.log2(rounds)))) if rounds > 0 else 1
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,16 @@ _CONTEXT = b"shoal sealed file, version 1\0"
 _NONCE = struct.Struct("!7xI?")
 _MAX_SEGMENTS = 2**32
 
+ENVELOPE = "sealed.json"
+SUFFIX = ".sealed"
+MAX_ENVELOPE_BYTES = 64 * 2**20
+_WRAP_CONTEXT = b"shoal sealed checkpoint key, version 1\0"
+_MAC_CONTEXT = b"shoal sealed checkpoint, version 1\0"
+_FILE_NAME = r"^[a-z0-9][a-z0-9.-]{0,60}\.sealed$"
+
+WriteFile = Callable[[str, Iterable[bytes | memoryview]], FileEntry]
+"""Writes a file of that name and content; returns its size and digest."""
+
 
 def sealed_bytes(content_bytes: int) -> int:
     """Size of a sealed file with so much content."""
@@ -109,17 +119,6 @@ def _cipher(key: bytes, salt: bytes, name: bytes) -> AESGCM:
 def _nonce(number: int, *, last: bool) -> bytes:
     assert number < _MAX_SEGMENTS, "files are smaller than 4 PiB"
     return _NONCE.pack(number, last)
-
-
-ENVELOPE = "sealed.json"
-SUFFIX = ".sealed"
-MAX_ENVELOPE_BYTES = 64 * 2**20
-_WRAP_CONTEXT = b"shoal sealed checkpoint key, version 1\0"
-_MAC_CONTEXT = b"shoal sealed checkpoint, version 1\0"
-_FILE_NAME = r"^[a-z0-9][a-z0-9.-]{0,60}\.sealed$"
-
-WriteFile = Callable[[str, Iterable[bytes | memoryview]], FileEntry]
-"""Writes a file of that name and content; returns its size and digest."""
 
 
 class Envelope(Record):

@@ -28,8 +28,14 @@ from shoal.peer.checkpoints.tensors import can_be_saved, parse_file
 from shoal.peer.training.parameters import plain_name
 from shoal.swarm.averaging.outcome import CarriedResidual
 
+log = logging.getLogger(__name__)
+
 _MAX_DEPTH = 64
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+_CONTENT = "content"
+"""Name of the tensor that holds the JSON, (bytes,) uint8."""
 
 
 class NotPlain(ValueError):
@@ -95,12 +101,6 @@ def _key(key: Any, where: str) -> str | int:
     if isinstance(key, bool) or not isinstance(key, str | int):
         raise NotPlain(f"{where}: a key of type {type(key).__name__}")
     return key
-
-
-log = logging.getLogger(__name__)
-
-_CONTENT = "content"
-"""Name of the tensor that holds the JSON, (bytes,) uint8."""
 
 
 @dataclass(frozen=True)

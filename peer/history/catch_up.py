@@ -35,6 +35,9 @@ _ROUNDS_AT_ONCE = 2
 GetResults = Callable[[Verdict], Coroutine[Any, Any, ResultStore]]
 """Gets the results that a verdict has committed, from wherever they are; raises ``LinkError`` when it cannot."""
 
+VerdictsFrom = Callable[[int], Awaitable[Sequence[Verdict]]]
+"""The run's verdicts from a round on, as far as they can be had."""
+
 
 def next_state(state: AnchorState, mean: Tensor, verdict: Verdict, outer: OuterOptimizer, run: RunFile) -> AnchorState:
     """The state after a committed round; ``mean``: (n,) float32, decoded from the round's committed bytes."""
@@ -116,12 +119,7 @@ class RoundApplier:
 
 def roll_forward(state: AnchorState, records: RoundRecords, applier: RoundApplier, newest: int) -> AnchorState:
     """Apply the local records to a state, up to anchor version ``newest`` or as far as they are there and undamaged."""
-    verdicts = []
-    for number in records.numbers():
-        try:
-            verdicts.append(records.open(number).verdict)
-        except StateFileError as error:
-            log.warning("a round record is left out: %s", error)
+    verdicts = [record.verdict for record in records.open_all()]
     for verdict in rounds_after(verdicts, state.version, state.digest):
         if state.version == newest:
             break
@@ -162,10 +160,6 @@ async def catch_up(
     return state
 
 
-VerdictsFrom = Callable[[int], Awaitable[Sequence[Verdict]]]
-"""The run's verdicts from a round on, as far as they can be had."""
-
-
 class RoundCatchUp:
     """Brings a state up to the newest one by the rounds that were committed since; called with the state.
 
@@ -176,7 +170,7 @@ class RoundCatchUp:
         self,
         applier: RoundApplier,
         endpoint: Endpoint,
-        keeper: RecordArchive,
+        archive: RecordArchive,
         verdicts_from: VerdictsFrom,
         donors: Callable[[], Sequence[str]],
         view: Callable[[], RunView],
@@ -185,7 +179,7 @@ class RoundCatchUp:
         self.rounds = 0
         self._applier = applier
         self._endpoint = endpoint
-        self._keeper = keeper
+        self._archive = archive
         self._verdicts_from = verdicts_from
         self._donors = donors
         self._view = view
@@ -220,7 +214,7 @@ class RoundCatchUp:
     async def _results(self, verdict: Verdict) -> ResultStore:
         """Get a round's results from our own record, or else from other members."""
         try:
-            return await in_thread(self._applier.recorded, self._keeper.records, verdict)
+            return await in_thread(self._applier.recorded, self._archive.records, verdict)
         except StateFileError as error:
             log.debug("round %d is fetched, as there is no record of it: %s", verdict.round, error)
         assert verdict.plan is not None
@@ -228,5 +222,5 @@ class RoundCatchUp:
         store = ResultStore.of(verdict, self._applier.codec_map)
         donors = sorted(self._donors(), key=lambda peer: peer not in planned)
         await fetch_committed(self._endpoint, store, verdict, donors, self._progress_s)
-        self._keeper.add(store, verdict)
+        self._archive.add(store, verdict)
         return store

@@ -86,18 +86,9 @@ class RecordArchive:
 
     async def start(self) -> None:
         """Serve what an earlier process wrote."""
-        for record in await in_thread(self._open_all):
+        await in_thread(self.records.clean)
+        for record in await in_thread(self.records.open_all):
             self._offer(record)
-
-    def _open_all(self) -> list[RoundRecord]:
-        self.records.clean()
-        found = []
-        for number in self.records.numbers():
-            try:
-                found.append(self.records.open(number))
-            except StateFileError as error:
-                log.warning("a round record is left out: %s", error)
-        return found
 
     def keep(self, store: ResultStore, verdict: Verdict) -> None:
         """See ``ResultArchive.keep``."""

@@ -5,6 +5,7 @@ They are checked whenever they are read: by the coordinator's signature, and by 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from shoal.swarm.durable import replace, sync
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
 from shoal.swarm.protocol.rounds import Part, Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict, unpack_verdicts
+
+log = logging.getLogger(__name__)
 
 RECORDS = "rounds"
 """Name of the records' folder, beside the checkpoints'."""
@@ -108,6 +111,16 @@ class RoundRecords:
     def open(self, number: int) -> RoundRecord:
         """Open a record. Raises ``StateFileError`` naming the file and what is wrong with it."""
         return open_record(self.path(number), self.owner)
+
+    def open_all(self) -> list[RoundRecord]:
+        """All records, lowest round first; those that cannot be used are left out, with a warning."""
+        found = []
+        for number in self.numbers():
+            try:
+                found.append(self.open(number))
+            except StateFileError as error:
+                log.warning("a round record is left out: %s", error)
+        return found
 
     def write(self, verdict: Verdict, chunks: Chunks) -> RoundRecord:
         """Write a record completely or not at all. ``chunks``: those of the verdict's digests, which the caller has

@@ -216,12 +216,7 @@ def _verdicts(
     records: RoundRecords, checkpoints: Iterable[tuple[CheckpointSource, Manifest]], owner: RecordOwner
 ) -> dict[int, Verdict]:
     """All verdicts that are here, by round, signatures checked."""
-    found = {}
-    for number in records.numbers():
-        try:
-            found[number] = records.open(number).verdict
-        except StateFileError as error:
-            log.warning("a round record is left out: %s", error)
+    found = {record.verdict.round: record.verdict for record in records.open_all()}
     for source, about in checkpoints:
         for verdict in read_verdicts(source, about):
             try:

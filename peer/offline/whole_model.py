@@ -54,7 +54,12 @@ from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import are_all_stages, check_verdict
 
+log = logging.getLogger(__name__)
+
 _KINDS = ("anchor", "outer")
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -185,9 +190,6 @@ class WholeCheckpoint:
         shutil.rmtree(self._hidden, ignore_errors=True)
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class KeptStage:
     """A stage's checkpoint; ``known``: the verdicts in it and beside it, by round, not checked."""
@@ -220,16 +222,12 @@ class KeptStage:
     @cached_property
     def rounds(self) -> tuple[Verdict, ...]:
         """The committed rounds after the checkpoint whose bytes lie beside it."""
-        found = []
-        for number in self._records.numbers():
-            try:
-                found.append(self._records.open(number).verdict)
-            except StateFileError as error:
-                log.warning("a round record is left out: %s", error)
+        found = [record.verdict for record in self.records.open_all()]
         return tuple(rounds_after(found, self.manifest.anchor_version, bytes.fromhex(self.manifest.state_digest)))
 
     @property
-    def _records(self) -> RoundRecords:
+    def records(self) -> RoundRecords:
+        """The round records beside the checkpoint."""
         owner = RecordOwner(bytes.fromhex(self.manifest.run_hash), bytes.fromhex(self.manifest.coordinator_key))
         return RoundRecords(self.place.parent.with_name(RECORDS), owner)
 
@@ -253,30 +251,6 @@ class KeptStage:
             yield later
             after = later
 
-    def chain_up_to(self, verdict: Verdict) -> tuple[Verdict, ...]:
-        """The known, unbroken part of the chain up to that verdict, oldest first."""
-        found = [verdict]
-        while len(found) < MAX_VERDICTS:
-            earlier = self.known.get(found[-1].round - 1)
-            if earlier is None or earlier.chain != found[-1].previous_chain:
-                break
-            found.append(earlier)
-        return tuple(reversed(found))
-
-    def load(self, way: tuple[Verdict, ...]) -> AnchorState:
-        """The checkpoint's state with those rounds applied. Raises ``StateFileError``."""
-        state = read_checkpoint(self.source, bytes.fromhex(self.manifest.run_hash)).state
-        if not way:
-            return state
-        run = parse_run_file(self.manifest.run_toml, f"{self.place}: the run file")
-        newest = way[-1].anchor_version
-        state = roll_forward(state, self._records, RoundApplier(run, self.manifest.layout), newest)
-        if state.version != newest:
-            raise StateFileError(
-                f"{self._records.folder}: the records there lead to version {state.version} only, not to {newest}"
-            )
-        return state
-
 
 @dataclass(frozen=True)
 class LoadableState:
@@ -288,10 +262,29 @@ class LoadableState:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        return self.kept.chain_up_to(self.verdict)
+        """The known, unbroken part of the chain up to ``verdict``, oldest first."""
+        found = [self.verdict]
+        while len(found) < MAX_VERDICTS:
+            earlier = self.kept.known.get(found[-1].round - 1)
+            if earlier is None or earlier.chain != found[-1].previous_chain:
+                break
+            found.append(earlier)
+        return tuple(reversed(found))
 
     def load(self) -> AnchorState:
-        return self.kept.load(self.way)
+        """The checkpoint's state with the rounds of ``way`` applied. Raises ``StateFileError``."""
+        manifest, records = self.kept.manifest, self.kept.records
+        state = read_checkpoint(self.kept.source, bytes.fromhex(manifest.run_hash)).state
+        if not self.way:
+            return state
+        run = parse_run_file(manifest.run_toml, f"{self.kept.place}: the run file")
+        newest = self.way[-1].anchor_version
+        state = roll_forward(state, records, RoundApplier(run, manifest.layout), newest)
+        if state.version != newest:
+            raise StateFileError(
+                f"{records.folder}: the records there lead to version {state.version} only, not to {newest}"
+            )
+        return state
 
     def named_later(self) -> bytes | None:
         """The digest of this state by the next round's plan, which the coordinator signed; None where it is not known
@@ -319,9 +312,6 @@ def _history(place: Path) -> dict[int, Verdict]:
     except (OSError, StateFileError) as error:
         log.warning("a history is left out: %s", error)
         return {}
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

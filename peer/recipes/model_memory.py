@@ -48,6 +48,9 @@ _NEEDS_VALUES = (
 )
 """Errors that a recipe's code may raise because its tensors have no values."""
 
+_CPU = torch.device("cpu")
+_MACHINE = "{} of the memory of this machine can be used"
+
 
 @dataclass(frozen=True)
 class ModelOutline:
@@ -160,10 +163,6 @@ def _limit_memory(limit_bytes: int) -> None:
     if psutil.LINUX:
         allowed = psutil.Process().memory_info().data + limit_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-
-_CPU = torch.device("cpu")
-_MACHINE = "{} of the memory of this machine can be used"
 
 
 def held_copies(run: RunFile, device: torch.device) -> float:

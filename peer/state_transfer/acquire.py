@@ -40,7 +40,7 @@ class LocalCandidates:
 
     def __init__(
         self,
-        keeper: Checkpointer | None,
+        checkpointer: Checkpointer | None,
         make_initial: Callable[[], AnchorState] | None,
         roll_forward: Callable[[AnchorState, int], AnchorState],
         *,
@@ -53,7 +53,7 @@ class LocalCandidates:
         self.earlier: AnchorState | None = None
         self.checkpoint: Checkpoint | None = None
         """The last checkpoint that was read: of the run's state, or else the newest undamaged one."""
-        self._keeper = keeper
+        self._checkpointer = checkpointer
         self._make_initial = make_initial
         self._roll_forward = roll_forward
         self._rolled: AnchorState | None = None
@@ -73,14 +73,14 @@ class LocalCandidates:
         return initial
 
     def _from_checkpoint(self, version: int, digest: bytes | None) -> AnchorState | None:
-        if self._keeper is None:
+        if self._checkpointer is None:
             return None
         last = self.checkpoint
         is_last = last is not None and _matches(last.state, version, digest)
         # A process that starts takes its optimizer's state from any checkpoint: that is better than none.
         takes_any = last is None and self._is_first
         if takes_any or (not is_last and (version, digest) in self._on_disk(digest)):
-            self.checkpoint = self._keeper.find(version, digest) or last
+            self.checkpoint = self._checkpointer.find(version, digest) or last
         found = self.checkpoint
         return found.state if found is not None and _matches(found.state, version, digest) else None
 
@@ -101,7 +101,7 @@ class LocalCandidates:
         return max((state for state in held if state is not None), key=lambda one: one.version, default=None)
 
     def _on_disk(self, digest: bytes | None) -> set[tuple[int, bytes | None]]:
-        kept = self._keeper.store.kept() if self._keeper is not None else ()
+        kept = self._checkpointer.store.kept() if self._checkpointer is not None else ()
         return {(one.anchor_version, one.digest if digest is not None else None) for one in kept}
 
     def kept_states(self) -> tuple[KeptState, ...]:
@@ -118,8 +118,8 @@ class LocalCandidates:
             yield self.earlier.version, self.earlier.digest
         if self._rolled is not None and self._rolled.version > 0:
             yield self._rolled.version, self._rolled.digest
-        if self._keeper is not None:
-            yield from ((one.anchor_version, one.digest) for one in self._keeper.store.kept())
+        if self._checkpointer is not None:
+            yield from ((one.anchor_version, one.digest) for one in self._checkpointer.store.kept())
 
 
 def _matches(state: AnchorState, version: int, digest: bytes | None) -> bool:

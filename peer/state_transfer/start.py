@@ -37,6 +37,14 @@ from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 
+MAX_TENSORS_SERVED = 8
+"""Tensors in memory for other peers at once; readers of further ones are told to ask again."""
+
+_DONORS_AT_ONCE = 16
+_BUSY_RETRY_S = 0.25
+_POLL_S = 2.0
+Layout = Sequence[TensorSpec]
+
 
 class StartFiles:
     """Files of the checkpoint that ``start`` names. For any thread; methods block."""
@@ -100,16 +108,6 @@ def whole_checkpoints(
             refused.append(f"{place} is of one stage: join all stages first, with `shoal checkpoint`")
             continue
         yield source, manifest
-
-
-MAX_TENSORS_SERVED = 8
-"""Tensors in memory for other peers at once; readers of further ones are told to ask again."""
-
-_DONORS_AT_ONCE = 16
-_BUSY_RETRY_S = 0.25
-_POLL_S = 2.0
-
-Layout = Sequence[TensorSpec]
 
 
 class RunStart:

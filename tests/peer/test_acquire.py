@@ -133,7 +133,7 @@ class NoDownloads:
 def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run(caplog: pytest.LogCaptureFixture) -> None:
     run, before, initial = Run(state(4)), state(4), state(0)
     mine = own(state(5, 0.5), before, initial=initial)
-    mine._keeper.store = SimpleNamespace(kept=lambda: kept(before))  # type: ignore[union-attr,assignment]
+    mine._checkpointer.store = SimpleNamespace(kept=lambda: kept(before))  # type: ignore[union-attr,assignment]
     run.view.anchor_version = 6
     caplog.set_level(logging.INFO)
     downloads: Any = NoDownloads()

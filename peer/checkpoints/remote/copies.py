@@ -20,6 +20,13 @@ from shoal.peer.regular_file import open_regular
 LAST_FILES = (MANIFEST, ENVELOPE)
 """The file that is uploaded last and lists the others: of a plain checkpoint, of a sealed one."""
 
+_DEEPEST = 4  # URL / run / peer / stage / round
+
+_SAID = 4
+"""Rounds that a message names of each stage."""
+
+_STAGE = re.compile(r"stage-([0-9]{5})")
+
 
 @dataclass(frozen=True)
 class CopyListing:
@@ -60,13 +67,6 @@ def entry_of(path: Path) -> FileEntry:
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         return file.tell(), digest
-
-
-_DEEPEST = 4  # URL / run / peer / stage / round
-_SAID = 4
-"""Rounds that a message names of each stage."""
-
-_STAGE = re.compile(r"stage-([0-9]{5})")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,16 @@ log = logging.getLogger(__name__)
 
 _NOTES = TypeAdapter(dict[str, dict[str, dict[str, FileEntry]]])
 
+LEDGER = "copies.json"
+
+FINISH_S = 60.0
+"""Seconds that an upload has at a graceful end."""
+
+_LOOK_S = 2.0
+_FIRST_PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 600.0
+T = TypeVar("T")
+
 
 class UploadLedger:
     """Ledger of one peer's uploads to one place. If it is damaged or lost, files are sent again."""
@@ -77,17 +87,6 @@ class UploadLedger:
             durable.replace(temporary, self._path)
         except OSError as error:
             log.debug("%s: cannot be written: %s", self._path, error)
-
-
-LEDGER = "copies.json"
-FINISH_S = 60.0
-"""Seconds that an upload has at a graceful end."""
-
-_LOOK_S = 2.0
-_FIRST_PAUSE_S = 5.0
-_LONGEST_PAUSE_S = 600.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
