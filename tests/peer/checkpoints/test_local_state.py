@@ -158,7 +158,7 @@ def test_what_cannot_be_saved_is_left_out_with_a_warning(caplog: pytest.LogCaptu
     assert written(own) == {"steps": 3}
     assert own.tensors == {}, "nothing of it"
     own = SnapshotBuffers().copy({"twice": {"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}})
-    assert "two tensors are called so" in caplog.text
+    assert "two tensors have this name" in caplog.text
     assert written(own) == {}
 
 

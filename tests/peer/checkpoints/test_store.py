@@ -167,7 +167,7 @@ def test_what_is_being_read_is_not_removed(tmp_path: Path) -> None:
         assert rounds(store) == [1, 0]
     store.write(contents(2))
     assert names(tmp_path) == ["round-00000002"]
-    with pytest.raises(StateFileError, match="is not kept any more"), store.holding(first):
+    with pytest.raises(StateFileError, match="has been removed"), store.holding(first):
         pass
 
 
@@ -192,7 +192,7 @@ def test_readers_and_a_writer_at_once(tmp_path: Path) -> None:
     for one in readers:
         one.join()
     assert found
-    assert all("is not kept any more" in one for one in refusals), "gone between the two calls"
+    assert all("has been removed" in one for one in refusals), "gone between the two calls"
     assert rounds(store)[0] == 19
 
 

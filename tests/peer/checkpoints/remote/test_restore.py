@@ -160,7 +160,7 @@ def test_a_damaged_one_here_is_not_overwritten(place: Place, machine: Machine) -
     mine = CheckpointStore(machine.checkpoints, RUN.hash, ME, Retention()).write(contents(3))
     (mine.folder / FILES[1]).write_bytes(b"mine")
     assert machine.restore(place.remote).name == "round-00000002"
-    assert "in the way" in " ".join(machine.said)
+    assert "is there and is no undamaged checkpoint" in " ".join(machine.said)
     assert (mine.folder / FILES[1]).read_bytes() == b"mine"
 
 

@@ -239,7 +239,7 @@ def test_at_the_end_a_copy_is_finished_or_given_up_in_time(tmp_path: Path, caplo
         return now_s() - 3000
 
     assert run_virtual(main()) == pytest.approx(FINISH_S, abs=1)
-    assert "given up" in caplog.text
+    assert "is unfinished" in caplog.text
     assert place.whole() == []
 
 
