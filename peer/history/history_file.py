@@ -145,7 +145,8 @@ class HistoryFile:
                 self._check.add(verdict)
                 fresh.append(pack_verdict(verdict))
         finally:
-            self._write(fresh)
+            if fresh:
+                self._write(fresh)
 
     def verdicts(self, first: int = 0, stop: int | None = None) -> tuple[Verdict, ...]:
         """Read the verdicts of rounds ``first`` to ``stop`` - 1, as far as the file has them.
@@ -216,7 +217,7 @@ class HistoryFile:
             self._create(good)
         elif kept.damage is not None:
             log.warning("%s: %s; that record is removed and fetched again", self.path, kept.damage.reason)
-            self._cut()
+            self._write(())
 
     def _create(self, verdicts: Sequence[Verdict]) -> None:
         """Create a new file with these verdicts. Raises ``StorageError``."""
@@ -231,8 +232,7 @@ class HistoryFile:
         self.append(verdicts)
 
     def _write(self, records: Sequence[bytes]) -> None:
-        if not records:
-            return
+        """Write records behind the last good one, in place of whatever is there. Raises ``StorageError``."""
         end = self._ends[-1] if self._ends else self._head_bytes
         try:
             with self.path.open("r+b") as file:
@@ -251,13 +251,6 @@ class HistoryFile:
         self._check = self._new_check()
         for verdict in known:
             self._check.add(verdict)
-
-    def _cut(self) -> None:
-        try:
-            with self.path.open("r+b") as file:
-                file.truncate(self._ends[-1] if self._ends else self._head_bytes)
-        except OSError as error:
-            raise self._refused(error) from error
 
     def _refused(self, error: OSError) -> StorageError:
         return StorageError(f"{self.path}: the history cannot be kept: {error}; free some space on the disk")

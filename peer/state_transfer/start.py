@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -110,32 +112,31 @@ def whole_checkpoints(
         yield source, manifest
 
 
+@dataclass(eq=False)
 class RunStart:
     """What this process needs to serve or fetch the state that the run starts from.
 
-    ``files``: the checkpoint's, None where they are not here; ``donors``: peers to ask for tensors, in order of
-    preference; ``slots``: vectors of the outer optimizer. A donor that is silent for ``progress_s`` is not asked for a
-    while. A process with files calls ``offer``, on the event loop."""
+    ``endpoint``: of the run's own scope, which all of its peers share; ``files``: the checkpoint's, None where they are
+    not here; ``donors``: peers to ask for tensors, in order of preference; ``slots``: vectors of the outer optimizer. A
+    donor that is silent for ``progress_s`` is not asked for a while. A process with files calls ``offer``, on the event
+    loop."""
 
-    def __init__(
-        self,
-        start: StartSection,
-        slots: int,
-        files: StartFiles | None,
-        endpoint: Endpoint,
-        donors: Callable[[], Sequence[str]],
-        progress_s: float,
-    ) -> None:
-        """``endpoint``: of the run's own scope, which all of its peers share."""
-        self.start = start
-        self.slots = slots
-        self.rows = start.rows(slots)
-        self.files = files
-        self.endpoint = endpoint
-        self.donors = donors
-        self.progress_s = progress_s
-        self._names = sorted(start.tensors)
-        self._serving = 0
+    start: StartSection
+    slots: int
+    files: StartFiles | None
+    endpoint: Endpoint
+    donors: Callable[[], Sequence[str]]
+    progress_s: float
+    _serving: int = field(default=0, init=False)
+
+    @property
+    def rows(self) -> int:
+        """Vectors that the start has: the anchor's, and the outer optimizer's if they are taken over."""
+        return self.start.rows(self.slots)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return sorted(self.start.tensors)
 
     def offer(self) -> None:
         """Serve every tensor of the model from the files."""

@@ -46,7 +46,6 @@ class UploadLedger:
 
     def __init__(self, path: Path, place: str) -> None:
         self._path = path
-        self._place = place
         self._notes: dict[str, dict[str, dict[str, FileEntry]]] = {}
         try:
             self._notes = _NOTES.validate_json(read_regular(path))
@@ -54,29 +53,30 @@ class UploadLedger:
             pass
         except (OSError, ValueError) as error:
             log.warning("%s: cannot be read, so files are uploaded again: %s", path, type(error).__name__)
+        self._here = self._notes.setdefault(place, {})
 
     def folders(self) -> frozenset[str]:
         """Checkpoints that may have files there."""
-        return frozenset(self._notes.get(self._place, {}))
+        return frozenset(self._here)
 
     def entry(self, folder: str, name: str) -> FileEntry | None:
         """Bytes and SHA-256 of the file as it was uploaded; None for a file that was not."""
-        return self._notes.get(self._place, {}).get(folder, {}).get(name)
+        return self._here.get(folder, {}).get(name)
 
     def open_folder(self, folder: str) -> None:
         """Note that the checkpoint may have files there from now on."""
-        if folder not in self.folders():
-            self._notes.setdefault(self._place, {})[folder] = {}
+        if folder not in self._here:
+            self._here[folder] = {}
             self._write()
 
     def note(self, folder: str, name: str, entry: FileEntry) -> None:
         """Note that a file has been uploaded."""
-        self._notes.setdefault(self._place, {}).setdefault(folder, {})[name] = entry
+        self._here.setdefault(folder, {})[name] = entry
         self._write()
 
     def forget(self, folder: str) -> None:
         """Note that the checkpoint has been removed there."""
-        if self._notes.get(self._place, {}).pop(folder, None) is not None:
+        if self._here.pop(folder, None) is not None:
             self._write()
 
     def _write(self) -> None:
