@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from shoal.peer.history.history_file import HistoryFile, HistoryOrigin
 from shoal.swarm.aio import in_thread
@@ -22,6 +23,8 @@ from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _PAUSES = 4
 """Pause after a page of verdicts, in multiples of the time that it took."""
 
@@ -36,13 +39,14 @@ class HistorySync:
         self._path = path
         self._file: HistoryFile | None = None
         self._lock = asyncio.Lock()
+        self._other_history = f"{path}: the coordinator has another history of the run"
 
     async def run(self) -> None:
         """Synchronise for as long as the membership lasts. Errors of the disk or the network are warnings, and tried
         again."""
         while True:
             try:
-                await self._keep()
+                await self._sync_once()
             except (Superseded, RunEnded):
                 raise
             except (LinkError, StateFileError, StorageError) as error:
@@ -55,7 +59,7 @@ class HistorySync:
 
         Raises like ``fetch_verdicts``."""
         try:
-            kept = list(await self._from_disk(first)) if self._file is not None else []
+            kept = list(await self._call(self._file.verdicts, first)) if self._file is not None else []
         except StorageError as error:
             log.warning("verdicts are fetched again, as the history here cannot be used: %s", error)
             kept = []
@@ -65,7 +69,8 @@ class HistorySync:
             return await fetch_verdicts(self._client, first)
         return kept + rest
 
-    async def _keep(self) -> None:
+    async def _sync_once(self) -> None:
+        """Wait for a verdict that the file does not end with, and take the step that it calls for."""
         client = self._client
         if self._file is None:
             origin = HistoryOrigin(run_toml=client.run_toml, coordinator=client.coordinator, scope=client.scope)
@@ -75,58 +80,46 @@ class HistorySync:
         view = await client.wait_for(lambda view: (view.verdict.chain if view.verdict else start) != file.chain.chain)
         newest = view.verdict
         if newest is None:
-            await self._show()
+            await self._show(file)
         elif (newest.round, newest.previous_chain) == (file.chain.rounds, file.chain.chain):
-            await self._append((newest,))
+            await self._call(file.append, (newest,))
         elif newest.round >= file.chain.rounds:
-            await self._fetch()
-        elif await self._from_disk(newest.round, newest.round + 1) == (newest,):
-            await self._show()
+            await self._fetch_page(file)
+        elif await self._call(file.verdicts, newest.round, newest.round + 1) == (newest,):
+            await self._show(file)
         else:
-            await self._set_aside()
+            await self._call(file.set_aside, self._other_history)
 
-    async def _fetch(self) -> None:
+    async def _fetch_page(self, file: HistoryFile) -> None:
         """Fetch one page of missed verdicts, then pause: a large swarm's pages hold up the event loop, which rounds
         need."""
-        file, loop = self._file, asyncio.get_running_loop()
-        assert file is not None
+        loop = asyncio.get_running_loop()
         started_s = loop.time()
         ask = PeerToCoordinatorGetVerdicts(first=file.chain.rounds)
         page = await self._client.ask(ask, CoordinatorToPeerVerdicts)
         if page.verdicts and page.verdicts[0].previous_chain == file.chain.chain:
-            await self._append(page.verdicts)
+            await self._call(file.append, page.verdicts)
             await asyncio.sleep(min(_PAUSES * (loop.time() - started_s), self._client.deadlines.heartbeat_s))
         elif page.verdicts and file.chain.rounds:
-            await self._set_aside()
+            await self._call(file.set_aside, self._other_history)
         else:
             raise StateFileError("the coordinator's first page of verdicts does not start the run's chain")
 
-    async def _show(self) -> None:
+    async def _show(self, file: HistoryFile) -> None:
         """Show our newest verdict to a coordinator that reports an earlier one, or none: its journal is an old copy.
 
-        A coordinator that has just started can tell that only from what members show, and a member that has just
-        started knows it only from its history."""
-        assert self._file is not None
+        A member that has just started knows that only from its history; if all have just started, nobody else shows
+        it."""
         client, before = self._client, self._client.view
-        (newest,) = await self._from_disk(self._file.chain.rounds - 1)
+        (newest,) = await self._call(file.verdicts, file.chain.rounds - 1)
         log.info("the coordinator does not know round %d, so its verdict is shown to it", newest.round)
         await client.ask(PeerToCoordinatorShowVerdict(verdict=newest), Acknowledged)
         await client.wait_for(lambda view: view.verdict_chain != before.verdict_chain, client.deadlines.patience_s)
 
-    async def _from_disk(self, first: int, stop: int | None = None) -> tuple[Verdict, ...]:
-        assert self._file is not None
+    async def _call(self, method: Callable[..., T], *args: Any) -> T:
+        """Call a method of the file in a worker thread, one at a time."""
         async with self._lock:
-            return await in_thread(self._file.verdicts, first, stop)
-
-    async def _set_aside(self) -> None:
-        assert self._file is not None
-        async with self._lock:
-            await in_thread(self._file.set_aside, f"{self._path}: the coordinator has another history of the run")
-
-    async def _append(self, verdicts: tuple[Verdict, ...]) -> None:
-        assert self._file is not None
-        async with self._lock:
-            await in_thread(self._file.append, verdicts)
+            return await in_thread(method, *args)
 
 
 async def fetch_verdicts(client: CoordinatorClient, first: int) -> list[Verdict]:
