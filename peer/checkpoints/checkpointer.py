@@ -30,7 +30,7 @@ _TIME_SHARE = 20
 """Writing takes at most one part in this many of the time."""
 
 _MEASURED_ROUNDS = 8
-"""The duration of a round is the mean of so many newest rounds."""
+"""Number of newest rounds over which the duration of a round is measured."""
 
 _MAX_SPACING = 2**20
 
@@ -59,7 +59,7 @@ class CheckpointPace:
 
     @property
     def spacing(self) -> int:
-        """In step: one of so many rounds is written."""
+        """In step: the number of rounds from one checkpoint to the next, a power of two."""
         (first, first_s), (last, last_s) = (self._ended[0], self._ended[-1]) if self._ended else ((0, 0.0), (0, 0.0))
         if last <= first or last_s <= first_s:
             return 1

@@ -54,13 +54,13 @@ WriteFile = Callable[[str, Iterable[bytes | memoryview]], FileEntry]
 
 
 def sealed_bytes(content_bytes: int) -> int:
-    """Size of a sealed file with so much content."""
+    """Size of a sealed file by the size of its content."""
     segments = max(1, -(-content_bytes // SEGMENT_BYTES))
     return HEADER_BYTES + content_bytes + segments * TAG_BYTES
 
 
 def content_bytes(size_bytes: int) -> int:
-    """Size of the content of a sealed file of so many bytes."""
+    """Size of a sealed file's content by the size of the file."""
     rest = max(0, size_bytes - HEADER_BYTES)
     return max(0, rest - max(1, -(-rest // (SEGMENT_BYTES + TAG_BYTES))) * TAG_BYTES)
 

@@ -10,7 +10,7 @@ from shoal.swarm.errors import UserError
 
 @dataclass(frozen=True)
 class Retention:
-    """``newest``: number of newest checkpoints that stay; ``every``: one of each so many rounds stays for ever (0:
+    """``newest``: number of newest checkpoints that stay; ``every``: of each ``every`` rounds one stays for ever (0:
     none)."""
 
     newest: int = 3

@@ -21,7 +21,7 @@ KEPT_RECORDS = 3
 """Number of newest records that are always kept."""
 
 MAX_RECORDS_FOR_OTHERS = 64
-"""Limit on records kept for other members only, however small: whoever missed more rounds fetches the state."""
+"""Limit on records that are kept for other members only, however small: members that missed more fetch the state."""
 
 MAX_MODELS = 32
 MAX_BYTES = 2**30
@@ -140,7 +140,7 @@ class RecordArchive:
         await in_thread(self.records.remove, old)
 
     def _newest_within(self, numbers: list[int], models: int, size_bytes: int = 0) -> int:
-        """Number of newest records that are together smaller than so many anchors, or than ``size_bytes``."""
+        """Number of newest records that are together smaller than ``models`` anchors, or than ``size_bytes``."""
         count, together_bytes = 0, 0
         for number in reversed(numbers):
             record = self._offered.get(number)

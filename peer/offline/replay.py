@@ -237,7 +237,7 @@ def _missing(records: RoundRecords, first: int, stop: int | None = None) -> Stat
 def _vouched(
     verdicts: dict[int, Verdict], way: Sequence[Verdict], checkpoints: Iterable[Manifest]
 ) -> dict[tuple[int, int], tuple[bytes, str]]:
-    """By round and anchor version: the digest of the state after a round, and what names it."""
+    """Digest of the state after a round, and what names it, by round and anchor version."""
     vouched = {
         (about.round, about.anchor_version): (bytes.fromhex(about.state_digest), f"checkpoint of {about.peer}")
         for about in checkpoints

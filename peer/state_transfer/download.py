@@ -31,7 +31,7 @@ _RUNS_AT_ONCE = 2
 """Requests to one donor at a time: while one run is on its way, the next one has been requested."""
 
 MAX_CHUNKS_A_RUN = 4
-"""With ``_RUNS_AT_ONCE``, one donor has at most 8 MiB under way: seconds of a slow donor's uplink."""
+"""At most 8 MiB are under way from one donor, with ``_RUNS_AT_ONCE``: seconds of a slow donor's uplink."""
 
 _BUFFER_BYTES = CHUNK_BYTES + 2**12  # a packed chunk of noise is slightly longer than its values
 _RUN_S = 0.5
@@ -185,7 +185,7 @@ class StateDownload:
         self._last_error = LinkError(f"no member of the run offers version {version} of the state yet")
 
     async def run(self) -> PartialState:
-        """Fetch all missing chunks. After an error it may be called again, and goes on from the chunks that are here.
+        """Fetch all missing chunks. May be called again after an error, and resumes with the chunks that are here.
 
         Raises the last ``LinkError`` when every donor has failed."""
         loop = asyncio.get_running_loop()

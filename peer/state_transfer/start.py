@@ -114,7 +114,7 @@ def whole_checkpoints(
 
 @dataclass(eq=False)
 class RunStart:
-    """What this process needs to serve or fetch the state that the run starts from.
+    """The state that the run starts from, as this process serves or fetches it.
 
     ``endpoint``: of the run's own scope, which all of its peers share; ``files``: the checkpoint's, None where they are
     not here; ``donors``: peers to ask for tensors, in order of preference; ``slots``: vectors of the outer optimizer. A
@@ -195,8 +195,7 @@ class StartState:
         return self._finished()
 
     async def fetch(self) -> AnchorState:
-        """Fetch the state from peers that have the files, several at once; goes on from what an earlier attempt
-        fetched.
+        """Fetch the state from peers that have the files, several at once; resumes where an earlier attempt stopped.
 
         Raises ``LinkError`` while nobody has them."""
         if not self._missing:

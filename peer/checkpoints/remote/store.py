@@ -40,7 +40,7 @@ class RemoteStore:
             file_system, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
             raise RemoteStorageError(f"{shown}: its driver is not installed: {_advice(url, str(error))}") from error
-        except Exception as error:  # drivers raise what they like
+        except Exception as error:  # drivers raise any kind of error
             raise RemoteStorageError(f"{shown}: cannot be used: {error}") from error
         return cls(file_system, root, url)
 
@@ -90,7 +90,7 @@ class RemoteStore:
             yield
         except passed_on:
             raise
-        except Exception as error:  # drivers raise what they like
+        except Exception as error:  # drivers raise any kind of error
             raise RemoteStorageError(f"{self.shown(path)}: {what}: {type(error).__name__}: {error}") from error
 
 
@@ -104,7 +104,7 @@ class DaemonThreads(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work(*args, **options))
-                except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+                except BaseException as error:  # noqa: BLE001 - handed to the future
                     future.set_exception(error)
 
         threading.Thread(target=run, name="shoal-remote", daemon=True).start()
