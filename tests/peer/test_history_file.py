@@ -46,9 +46,9 @@ def without(number: int) -> tuple[Verdict, ...]:
 @pytest.mark.parametrize(
     ("verdicts", "words"),
     [
-        (without(0), "round 0 is missing: that of round 1"),
-        (without(3), "round 3 is missing: that of round 4"),
-        (CHAIN[:3] + CHAIN[2:], "round 3 is missing: that of round 2"),
+        (without(0), "round 0 is missing: round 1"),
+        (without(3), "round 3 is missing: round 4"),
+        (CHAIN[:3] + CHAIN[2:], "round 3 is missing: round 2"),
         (CHAIN[:2] + verdict_chain(4, signer=HOST, run_hash=bytes(32))[2:], "round 2 does not go on"),
         (verdict_chain(1, signer=HOST, run_hash=bytes(32)), "round 0 does not go on"),
         (verdict_chain(3), "round 0 is not signed"),

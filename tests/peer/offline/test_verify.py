@@ -199,7 +199,7 @@ def test_what_came_after_a_rollback_says_nothing_of_the_history_before(tmp_path:
 def test_a_chain_with_a_gap_or_another_signer_is_refused(tmp_path: Path) -> None:
     verdicts = planned_chain(4)
     write(tmp_path / "gap", [verdicts[0], verdicts[2], verdicts[2]], 2)
-    assert "verdicts.msgpack: the verdict of round 1 is missing: that of round 2 is there" in reason(tmp_path / "gap")
+    assert "verdicts.msgpack: the verdict of round 1 is missing: round 2 follows instead" in reason(tmp_path / "gap")
     forged = signed(verdicts[1], Identity.generate())
     write(tmp_path / "forged", [verdicts[0], forged], 1)
     assert "the verdict of round 1 is not signed by the coordinator" in reason(tmp_path / "forged")

@@ -127,7 +127,7 @@ def test_a_round_of_which_one_stage_is_damaged_comes_of_none(url: Url, tmp_path:
     url.flip(2, OTHER, 3)
     said: list[str] = []
     assert restored(url, tmp_path / "here", ME, said=said) == {0: 1, 1: 1, 2: 1}
-    assert said[-1] == "bring this round to the peers of the other stages, too: `shoal restore URL --round 1`"
+    assert said[-1] == "restore this round on the peers of the other stages, too: `shoal restore URL --round 1`"
     assert restored(url, tmp_path / "one", ONE) == {0: 3, 1: 3}
     assert restored(url, tmp_path / "one", ONE, number=1) == {0: 1, 1: 1}, "beside the newer one"
     assert len(list((tmp_path / "one").rglob("round-*"))) == 4
