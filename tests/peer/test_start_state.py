@@ -234,7 +234,7 @@ def test_a_model_that_the_checkpoint_is_not_of(place: Path) -> None:
         world = World(place)
         other = LAYOUT[0].model_copy(update={"shape": (600, 256)})
         with pytest.raises(ModelMismatch, match=r"embed is \[600, 256\] here, and \[600, 512\] in the checkpoint"):
-            world.me.of([other])
+            world.me.state_of([other])
 
     run_virtual(main(), 300.0)
 
