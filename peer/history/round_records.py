@@ -136,7 +136,7 @@ class RoundRecords:
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            raise StorageError(f"{path}: the round cannot be recorded: {error}; free some disk space") from error
+            raise StorageError(f"{path}: the round cannot be kept: {error}; free some space on that disk") from error
         return self.open(verdict.round)
 
     def remove(self, numbers: Sequence[int]) -> None:
