@@ -18,8 +18,7 @@ from tests.integration.harness import (
     run_toml,
 )
 
-from shoal.peer.history.chain import unpack_history
-from shoal.peer.history.history_file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE, unpack_history
 
 pytestmark = pytest.mark.integration
 
