@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def make_report(folder: Path, run: RunFile, recipe: GptRecipe, log: RunLog) -> t
 def measure_memory(run: RunFile, recipe: GptRecipe, boundaries: Sequence[int], cache: Path) -> StageMemory:
     """The memory of these stages as the coordinator's plan counts it; ``cache`` keeps what is measured."""
     assert run.pipeline is not None
-    costs = [layer.cost for layer in profile_model(run, recipe, torch.device("cpu"), 0.0, cache).layers]
+    costs = [layer.cost for layer in profile_model(run, recipe, torch.device("cpu"), time.time(), cache).layers]
     peer = PeerCapability("peer", 0, (0.0,) * len(costs), 1.0, holds_all=True)
     problem = PlanningProblem(costs, [peer], run.pipeline.in_flight, run.outer.slots)
     cut = np.array(boundaries)

@@ -46,11 +46,11 @@ def _state_fetched(event: Event) -> str:
         f"fetched version {event.get('anchor_version')} of the state",
         f"{chunks} from {_peers(donors)} in {duration_text(took_s)}",
     ]
-    return " · ".join([*words, *([f"{resumed} were here from before"] if resumed else [])])
+    return " · ".join([*words, *([f"{resumed} were kept from an earlier download"] if resumed else [])])
 
 
 def _donor_refused(event: Event) -> str:
-    return f"{event.get('donor')} is asked for no more of the state: {event.get('reason')}"
+    return f"no more of the state is fetched from {event.get('donor')}: {event.get('reason')}"
 
 
 def _committed(event: Event) -> str:
@@ -71,11 +71,14 @@ def _aborted(event: Event) -> str:
 
 
 def _diverged(event: Event) -> str:
-    return f"nothing comes of the work from version {event.get('anchor_version')}: asking whether it is so for all"
+    return (
+        f"training from version {event.get('anchor_version')} gives no finite numbers here; the coordinator is asked "
+        "whether all peers see that"
+    )
 
 
 def _resync(event: Event) -> str:
-    return f"starting again from the anchor: {event.get('reason')}"
+    return f"local work is dropped and starts again from the anchor: {event.get('reason')}"
 
 
 def _left(event: Event) -> str:
@@ -125,7 +128,7 @@ def _round_closing(event: Event) -> str:
 
 
 def _round_reopened(event: Event) -> str:
-    return f"round {event.get('round')} goes on: work was lost or is missing"
+    return f"round {event.get('round')} is open again: work of it was lost or is missing"
 
 
 def _round_planned(event: Event) -> str:
@@ -156,7 +159,7 @@ def _went_back(event: Event) -> str:
 
 def _loss_rose(event: Event) -> str:
     loss, usual = loss_text(event.get("loss")), loss_text(event.get("usual"))
-    return f"WARNING: the loss has risen to {loss} in round {event.get('round')}; it used to be {usual}"
+    return f"WARNING: the loss has risen to {loss} in round {event.get('round')}; it was about {usual}"
 
 
 def _epochs_covered(event: Event) -> str:

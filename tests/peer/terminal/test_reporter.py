@@ -175,9 +175,9 @@ def test_what_was_fetched_is_told_in_words() -> None:
     fetched = {"event": "state_fetched", "anchor_version": 3, "chunks": 9, "resumed": 0, "seconds": 4.2}
     fetched["donors"] = {PEERS[0]: 8, PEERS[1]: 1}
     assert sentence(fetched) == "fetched version 3 of the state · 9 chunks from 2 peers in 4 s"
-    assert sentence(fetched | {"resumed": 5}).endswith(" · 5 were here from before")
+    assert sentence(fetched | {"resumed": 5}).endswith(" · 5 were kept from an earlier download")
     refused = {"event": "donor_refused", "donor": PEERS[0], "anchor_version": 3, "reason": "a wrong chunk"}
-    assert sentence(refused) == f"{PEERS[0]} is asked for no more of the state: a wrong chunk"
+    assert sentence(refused) == f"no more of the state is fetched from {PEERS[0]}: a wrong chunk"
 
 
 def test_numbers_for_people() -> None:
