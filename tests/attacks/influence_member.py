@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.peer.cli.main import main
-from shoal.swarm.averaging import averager
+from shoal.swarm.averaging import round_feedback
 from shoal.swarm.averaging.norm_claims import pack
 from shoal.swarm.averaging.reduction import PartReducer, ReducedChunk
 
@@ -50,7 +50,7 @@ def claim_everything() -> None:
     def claim_of(contribution: list[float], residual: list[float]) -> bytes:
         return pack([3e38] * len(contribution))
 
-    averager.claim_of = claim_of  # type: ignore[assignment]
+    round_feedback.claim_of = claim_of  # type: ignore[assignment]
 
 
 def enlarge_means() -> None:
