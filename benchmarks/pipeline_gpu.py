@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from common import comma, over, parser, publish
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, MicroBatchKey, StageCompute
 from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, moved
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.algorithms import AccumulatedGradient
@@ -43,14 +43,6 @@ PRECISIONS = ("bfloat16", "float32")
 CODECS = ("int8", "float32")
 RATIO = "stages_vs_unsplit_tokens_s"
 Row = dict[str, Any]
-
-
-class Key(NamedTuple):
-    """A micro-batch."""
-
-    round: int
-    start: int
-    stop: int
 
 
 class Unsplit:
@@ -83,9 +75,9 @@ class Side:
     vector: ParameterVector
     compute: StageCompute
     staging: Staging
-    inbox: SimpleQueue[tuple[Key, Future[Tensor]] | None] = field(default_factory=SimpleQueue)
+    inbox: SimpleQueue[tuple[MicroBatchKey, Future[Tensor]] | None] = field(default_factory=SimpleQueue)
 
-    def take(self) -> tuple[Key, Tensor]:
+    def take(self) -> tuple[MicroBatchKey, Tensor]:
         """Return the tensors that arrived first, unpacked."""
         found = self.inbox.get()
         if found is None:
@@ -112,7 +104,7 @@ class TwoStages:
     def train(self, batches: Sequence[Tensor]) -> None:
         """Train as two peers would. Raises the error of either."""
         stops = [sum(len(one) for one in batches[: number + 1]) for number in range(len(batches))]
-        keys = [Key(0, stop - len(batch), stop) for stop, batch in zip(stops, batches, strict=True)]
+        keys = [MicroBatchKey(0, stop - len(batch), stop, job=0) for stop, batch in zip(stops, batches, strict=True)]
         samples = dict(zip(keys, batches, strict=True))
         with ThreadPoolExecutor(2 * self._in_flight) as carriers, ThreadPoolExecutor(2) as threads:
             running = [
@@ -128,11 +120,11 @@ class TwoStages:
         return torch.cat([side.stage.work.contribution(torch.zeros(0)) for side in self._sides])
 
     def _run(
-        self, side: Side, way: Callable[..., None], samples: dict[Key, Tensor], carriers: ThreadPoolExecutor
+        self, side: Side, way: Callable[..., None], samples: dict[MicroBatchKey, Tensor], carriers: ThreadPoolExecutor
     ) -> None:
         other = self._sides[1 - side.number]
 
-        def send(key: Key, tensor: Tensor) -> None:
+        def send(key: MicroBatchKey, tensor: Tensor) -> None:
             made = ComputedTensor.on_current_stream(tensor)
             other.inbox.put((key, carriers.submit(_carried, side.staging, other.staging, made)))
 
@@ -146,7 +138,9 @@ class TwoStages:
             if not is_done:
                 other.inbox.put(None)
 
-    def _drive(self, side: Side, samples: dict[Key, Tensor], send: Callable[[Key, Tensor], None]) -> None:
+    def _drive(
+        self, side: Side, samples: dict[MicroBatchKey, Tensor], send: Callable[[MicroBatchKey, Tensor], None]
+    ) -> None:
         """Run the first stage: forward up to the limit in flight; gradients that came back go first."""
         waiting, under_way = deque(samples), 0
         while waiting or under_way:
@@ -161,7 +155,9 @@ class TwoStages:
                 side.compute.backward(key, gradient, {side.number})
                 under_way -= 1
 
-    def _answer(self, side: Side, samples: dict[Key, Tensor], send: Callable[[Key, Tensor], None]) -> None:
+    def _answer(
+        self, side: Side, samples: dict[MicroBatchKey, Tensor], send: Callable[[MicroBatchKey, Tensor], None]
+    ) -> None:
         """Run the last stage."""
         for _ in samples:
             key, given = side.take()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, MicroBatchKey, StageCompute
 from shoal.peer.pipeline.tensor_io import TensorHeader, pack, unpack
 from shoal.peer.pipeline.training import TrainingSamples
 from shoal.peer.recipes.gpt import GptRecipe
@@ -98,12 +98,13 @@ class Chain:
 
     def _through(self, micro_batch: MicroBatch) -> None:
         given, received = self._samples.read(micro_batch)
+        key = MicroBatchKey(micro_batch.round, micro_batch.start, micro_batch.stop, job=0)
         for compute in self._computes:
-            output = compute.forward(micro_batch, given)
+            output = compute.forward(key, given)
             if output is not None:
                 given = self._sent(output)
         for number, compute in reversed(list(enumerate(self._computes))):
-            back = compute.backward(micro_batch, received, [number]).input_gradient
+            back = compute.backward(key, received, [number]).input_gradient
             if back is not None:
                 received = self._sent(back)
 

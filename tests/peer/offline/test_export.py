@@ -246,7 +246,7 @@ def test_eighty_columns_are_enough_for_what_is_said_of_a_stage(tmp_path: Path) -
     shown.print(verify_table([replace(found, manifest=manifest, size_bytes=12_345_678, first_round=12282)]))
     shown.print(verify_table([replace(found, manifest=manifest, vouched_by=12345)]))
     text = shown.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("1 of 3", "12345", "12346", "999G", "12.3 MB", "from 12282", "plan of 12345", "its peer", "tokens"):
+    for words in ("1 of 3", "12345", "12346", "999.4G", "12.3 MB", "from 12282", "plan of 12345", "its peer", "tokens"):
         assert f" {words} " in text.replace("\n", " \n"), text
     assert "a-r" in text, text
     assert f"{manifest.peer[:3]}" in text, text
