@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.memory_coordinator import curve_keys, identity
-from tests.swarm.coordinator.test_machine import lost
+from tests.swarm.coordinator.test_round_scope import lost
 from tests.swarm.coordinator.world import CPU, World, entry, heartbeat, run_file
 
 from shoal.swarm.coordinator.access import (

@@ -2,7 +2,7 @@
 
 import pytest
 from tests.swarm.coordinator import world as worlds
-from tests.swarm.coordinator.test_rounds import PLAN, some_plan
+from tests.swarm.coordinator.test_round_rules import PLAN, some_plan
 from tests.swarm.coordinator.world import MODEL, World, peer_name, report, run_file
 
 from shoal.swarm.averaging.traffic import Traffic

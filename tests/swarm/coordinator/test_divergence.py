@@ -1,7 +1,7 @@
 """When training has diverged: whose word counts, and how far the run goes back."""
 
 import pytest
-from tests.swarm.coordinator.test_machine import until
+from tests.swarm.coordinator.test_round_scope import until
 from tests.swarm.coordinator.world import INITIAL, Worker, World, run_file
 
 from shoal.swarm.coordinator import events as ev

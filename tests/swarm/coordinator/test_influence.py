@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from tests.swarm.coordinator.test_machine import averaging, until
+from tests.swarm.coordinator.test_round_scope import averaging, until
 from tests.swarm.coordinator.world import World, claim, run_file
 
 from shoal.swarm.averaging.norm_claims import pack, total_norm

@@ -1,6 +1,6 @@
 """What is remembered for the sake of large swarms is forgotten as soon as it is wrong; and what is not said twice."""
 
-from tests.swarm.coordinator.test_rounds import CPU
+from tests.swarm.coordinator.test_round_rules import CPU
 from tests.swarm.coordinator.world import World, entry, run_file
 
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost

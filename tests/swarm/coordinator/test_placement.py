@@ -1,7 +1,7 @@
 """The planner is asked, answers later, and what it says counts as far as it still holds; over restarts, too."""
 
 from tests.swarm.coordinator.pipeline_world import LAYERS, SIZES, STAGES, PipelineWorld, plan, run_file
-from tests.swarm.coordinator.test_pipeline import holder, rounds, training, until
+from tests.swarm.coordinator.test_pipeline_run import holder, rounds, training, until
 from tests.swarm.coordinator.world import heartbeat
 
 from shoal.swarm.coordinator.placement import PlacementRequest

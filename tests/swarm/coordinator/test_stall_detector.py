@@ -2,7 +2,7 @@
 
 import pytest
 from tests.swarm.coordinator.pipeline_world import SMALL, STAGES, Peer, PipelineWorld, Replica, run_file
-from tests.swarm.coordinator.test_pipeline import holder, rounds, training
+from tests.swarm.coordinator.test_pipeline_run import holder, rounds, training
 from tests.swarm.coordinator.world import CPU, entry
 
 from shoal.swarm.coordinator import events as ev

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tests.swarm.coordinator.test_rounds import PLAN, A, B, C, plan
+from tests.swarm.coordinator.test_round_rules import PLAN, A, B, C, plan
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World, entry, peer_name, report, run_file
 
 from shoal.swarm.averaging.chunk_header import holders
