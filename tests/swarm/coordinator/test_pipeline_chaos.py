@@ -66,7 +66,7 @@ class PipelineChaos(RuleBasedStateMachine):
     def leave_a_stage(self, number: int, stage: int) -> None:
         found = self._replica(number, stage)
         if found is not None:
-            self.world.machine.scopes[found[1]].leave(found[0].name, "its stage failed", self.world.now_s)
+            self.world.machine.scopes[found[1]].admission.leave(found[0].name, "its stage failed", self.world.now_s)
             self.world.settle()
 
     @rule(survive=st.sampled_from([0, 1, 2]), stage=STAGE, back=st.integers(1, 6), with_coordinator=st.booleans())
