@@ -145,7 +145,7 @@ class PipelineChaos(RuleBasedStateMachine):
             round=machine.round.number, ranges=(SampleRange(start=start, stop=start + MICRO),)
         )
         if found[0].name not in machine.round.orphans:
-            assert self.world.refused(machine.claim, found[0].name, claim, self.world.now_s)
+            assert self.world.refused(self.world.machine.stages[found[1]].claim, found[0].name, claim, self.world.now_s)
 
     @rule(number=NUMBERS, stage=STAGE, which=st.integers(0, 5))
     def release(self, number: int, stage: int, which: int) -> None:

@@ -193,8 +193,8 @@ def test_after_a_restart_everybody_goes_on() -> None:
 
 def test_time_counts_from_the_first_lease_on_and_no_longer_than_two_rounds() -> None:
     clock = LeaseClock()
-    clock.begin("a", 100.0, 0, 10.0)
-    clock.begin("a", 105.0, 0, 10.0)
+    clock.start("a", 100.0, 0, 10.0)
+    clock.start("a", 105.0, 0, 10.0)
     assert clock.worked_s("a", 110.0) == 10.0
     assert clock.worked_s("b", 110.0) == 0.0
     clock.offer("a", 110.0)
@@ -206,7 +206,7 @@ def test_time_counts_from_the_first_lease_on_and_no_longer_than_two_rounds() -> 
     clock.end_round([], 120.0)
     assert clock.worked_s("a", 130.0) == 10.0, "who did nothing for long has not worked all that time"
     clock.lose("a")
-    clock.begin("a", 140.0, 50, 10.0)
+    clock.start("a", 140.0, 50, 10.0)
     assert clock.worked_s("a", 140.0) == 5.0, "after a restart, what it holds counts as worked for"
 
 
