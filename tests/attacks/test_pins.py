@@ -35,7 +35,10 @@ def test_the_first_member_cannot_define_the_run(swarm: Swarm) -> None:
 
     liars = [swarm.member(host.invite, f"lies-{what}", (*LIAR, what)) for what in ("layout", "corpus", "state")]
     # Which difference is named depends on whether the run's model has been described by somebody else before.
-    refusals = (ModelMismatch, "this model is not the run's"), (CorpusError, "data differs from the run's")
+    refusals = (
+        (ModelMismatch, "this model is not the run's"),
+        (CorpusError, "data differs from the data whose digest the run file pins"),
+    )
     for liar, (error, words) in zip(liars, refusals, strict=False):
         assert liar.exit_code(START_S) == error.exit_code, liar.tail()
         assert words in liar.text()

@@ -22,6 +22,7 @@ from tests.integration.harness import (
     run_toml,
 )
 
+from shoal.peer.checkpoints.store import CHECKPOINTS, folder_name
 from shoal.peer.offline.export import read_model
 from shoal.swarm.errors import Diverged, UserError
 
@@ -96,19 +97,19 @@ def test_peers_agree_whatever_packs_their_contributions(swarm: Swarm, algorithm:
 
 
 def test_exports_of_the_live_run_and_of_a_saved_state_are_the_same(swarm: Swarm) -> None:
-    # Held within a round that has a long way to go: the anchor stays the same while it is fetched.
+    # Held at the gate the member commits no round: the anchor stays the same while it is fetched, and until the end.
     gate = swarm.folder / "gate"
     host = swarm.host(run_toml(tokens=12_000, max_s=3600, patience_s=20))
     member = swarm.member(host.invite, "a", held(gate))
     member.event("committed", START_S + ROUNDS_S)
     gate.touch()
     member.says("waits at the gate")
+    newest = f"**/{CHECKPOINTS}/{folder_name(member.last_round())}"
+    eventually("the newest state is saved", lambda: [*member.folder.glob(newest)], ROUNDS_S)
     live, saved = swarm.folder / "live.safetensors", swarm.folder / "saved.safetensors"
     export = swarm.command("export", *FRESH, "export", "--run", host.invite, "--out", str(live))
     assert export.exit_code(START_S) == 0, export.tail()
-    member.interrupt()
-    gate.unlink()
-    member.has_left()
+    member.kill()
     export = swarm.command("export-saved", *FRESH, "export", "--run", str(member.folder), "--out", str(saved))
     generate = swarm.command("generate", *FRESH, "generate", str(live), "--prompt", "def ", "--tokens", "20")
     assert export.exit_code(START_S) == 0, export.tail()
