@@ -15,7 +15,7 @@ SOURCES = sorted(
 )
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRODUCT = [path.read_text(encoding="utf-8") for path in SOURCES if path.relative_to(ROOT).parts[0] in ROOMS]
-HOP_TABLES = ("The way of a contribution", "The way of a report to the verdict")
+HOP_TABLES = ("The way of a newcomer", "The way of a contribution", "The way of a report to the verdict")
 
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

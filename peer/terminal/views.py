@@ -1,4 +1,6 @@
-"""Terminal views: a member's live panel, the run's status, a pipeline's stages. Values in, renderables out."""
+"""Terminal views: a member's live panel, what ``shoal status`` prints, a pipeline's stages.
+
+Values in, renderables out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Outer optimizers: from the anchor and the round's mean to the next anchor, bit-identical on every machine.
 
 They work elementwise in float32 with one rounding an operation: only separate kernels whose results IEEE 754 fixes, and
-scalars that are rounded to float32 beforehand."""
+scalars that are rounded to float32 beforehand. ``make_outer`` knows all by name, and ``OuterSection`` of the run file
+has their settings."""
 
 from __future__ import annotations
 

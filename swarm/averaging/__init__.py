@@ -1,1 +1,1 @@
-"""The butterfly all-reduce of one round: who reduces what, how chunks are summed, how they travel."""
+"""The butterfly all-reduce of one round by the coordinator's plan: transport and sums of chunks, stand-ins."""

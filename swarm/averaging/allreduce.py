@@ -1,9 +1,10 @@
-"""Exchange of one round: a butterfly all-reduce whose means are encoded once and decoded by all members alike.
+"""Exchange of one round: a butterfly all-reduce by owners of parts, and by stand-ins for owners that fail.
 
-Each owner pulls its part from every member and reduces it; every member pulls the results of all other parts from their
-owners, or from stand-ins (reduce-scatter and all-gather, overlapped chunk by chunk). In a grid, an owner collects its
-own row's contributions and the other rows' partial sums, which those rows' reducers make, and the row reducers pass its
-results on to their rows. Nothing is applied here: results are kept until the coordinator's verdict.
+Every mean is encoded once and decoded by all members alike. Each owner pulls its part from every member and reduces it;
+every member pulls the results of all other parts from their owners, or from stand-ins (reduce-scatter and all-gather,
+overlapped chunk by chunk). In a grid, an owner collects its own row's contributions and the other rows' partial sums,
+which those rows' reducers make, and the row reducers pass its results on to their rows. Nothing is applied here:
+results are kept until the coordinator's verdict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A member's side of the coordinator: connection, join, heartbeats, current view, and requests that are repeated.
+"""A member's side of the coordinator: the run file, checked against the invite; join, heartbeats, view, requests.
 
 ``CoordinatorConnector`` chooses among the invite's addresses, ``fetch_run`` fetches the run file without joining, and
 ``CoordinatorClient`` is a membership.

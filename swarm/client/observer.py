@@ -1,4 +1,4 @@
-"""Observer: reads a run without training, for `shoal status`, `shoal export` and before a join."""
+"""Observer: reads a run without training: its run file before a join, its status, its members for exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement of peers on stages: requests to the planner, and the view of its plan for members."""
+"""Requests to the pipeline's planner, from what its peers report, and the view of a plan for members."""
 
 from __future__ import annotations
 

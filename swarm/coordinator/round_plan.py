@@ -1,4 +1,4 @@
-"""Plan of a round: which member reduces which part, in one flat group, or in rows and columns of a large one.
+"""Plan of a round: owners of parts, sized by their links' rates, in one flat group or in rows and columns.
 
 Parts lie on a grid of chunks and are sized by what each owner's link can carry. In a flat group every member sends each
 part to its owner and gets the mean back. A group that would be too large is a two-level all-reduce: a grid of R rows

@@ -1,4 +1,6 @@
-"""Hosts and IP addresses: their text forms, the network of an address, and from where it can be reached.
+"""Checks of hosts and IP addresses: text forms, the network of an address, and from where it can be reached.
+
+A member's address as messages carry it is ``types.Address``.
 
 A member names the address at which others reach it, and the coordinator and other members connect there. Without
 these checks, a stranger could make them connect to machines inside their own private networks.

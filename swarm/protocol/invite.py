@@ -1,4 +1,6 @@
-"""The invite: a URL with the coordinator's addresses, its public key, and the hash of the run file.
+"""The invite: a URL with the coordinator's addresses, its key and the run file's hash; refused here if malformed.
+
+A well-formed invite with another run, hash or key is refused by ``fetch_run`` (``client/coordinator_client.py``).
 
 The hash has its full 256 bits. By pasting an invite a person agrees to every byte of the run file, and the coordinator
 cannot serve a different one later.

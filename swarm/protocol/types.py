@@ -1,4 +1,4 @@
-"""Types and records of which messages consist, with the range of every field: peers, samples, tensors, stages."""
+"""Types and records of which messages consist, with the range of every field: peers, their addresses, samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pacing of the uplink: each receiver of a round gets its share of the rate that the link has shown.
+"""Pacing of the uplink: the kernel divides the link's measured rate among the receivers of a round.
 
 TCP needs seconds to divide a link evenly among flows, and a round ends with its last flow. So the kernel paces them:
 all end at the same time, and no queue grows on the path (minimum allocation for the desired duration: Chowdhury et al.

@@ -1,4 +1,4 @@
-"""Placement of stages on peers: a first plan, its changes when peers come and go, and why there is none.
+"""Planner: a first plan, stages for newcomers, few moves when peers go, and why a plan is impossible.
 
 Small swarms get the best plan there is, large ones one near it. A plan changes as little as possible and, for speed
 alone, by one peer at a time: whoever moves has to download another stage.
