@@ -188,7 +188,8 @@ class PipelineRun:
                 self.membership.join(event, self.log.now_s, self.anchor_version)
             case ev.MemberLost():
                 self.membership.lose(event)
-                self.membership.forget_strangers(self._left_traces)
+                for peer in self.membership.forget_strangers(self._left_traces):
+                    self.admission.sent_bytes.forget(peer)
                 self.capabilities.pop(event.peer, None)
                 if self.spans.pop(event.peer, None) is not None:
                     self.version += 1

@@ -466,10 +466,10 @@ class CoordinatorService:
             raise DeadlineExceeded(_STOPS)
         events = self.run.log.take()
         if events:
+            index, self._next_index = self._next_index, self._next_index + 1
             try:
-                # Never cut short: the journal is closed next.
-                await in_thread(self.journal.append, self._next_index, events)
-                self._next_index += 1
+                # Never cut short, as the journal is closed next: also when this raises ``CancelledError``, it is there.
+                await in_thread(self.journal.append, index, events)
             except StorageError as error:
                 if not self._broken.done():
                     self._broken.set_exception(error)

@@ -442,6 +442,15 @@ def test_without_need_peers_move_between_rounds_one_at_a_time() -> None:
     assert world.machine.version >= versions[0]
 
 
+def test_nothing_is_kept_of_strangers_that_left_without_a_stage() -> None:
+    world = PipelineWorld(run_file(), 3)
+    for number in range(300):
+        peer = "x" * 14 + "".join("abcdefghijklmnopqrstuvwxyz234567"[at] for at in divmod(number, 32))
+        world.machine.admission.join(entry(9, 100 + number).model_copy(update={"peer": peer}), CPU, world.now_s)
+        world.machine.admission.leave(peer, "", world.now_s)
+    assert len(world.machine.admission.sent_bytes._reported) <= len(world.machine.membership.members)
+
+
 def test_who_comes_back_gets_the_stage_whose_state_it_may_have() -> None:
     world = PipelineWorld(run_file(), 3)
     rounds(world, 2)

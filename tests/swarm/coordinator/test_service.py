@@ -1,6 +1,7 @@
 """The coordinator's program, called as its sockets would call it."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,10 +33,16 @@ class _Journal(LocalJournal):
         super().__init__(path, parse_run_file(TOML).hash, TOML)
         self.writes: list[Sequence[JournalEvent]] = []
         self.fails = False
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.waits = threading.Event()
 
     def append(self, expected_index: int, events: Sequence[JournalEvent]) -> None:
         if self.fails:
             raise StorageError("the disk is full")
+        if not self.goes_on.is_set():
+            self.waits.set()
+            self.goes_on.wait()
         super().append(expected_index, events)
         self.writes.append(events)
 
@@ -95,6 +102,29 @@ def test_no_lease_is_given_that_could_not_be_written(tmp_path: Path) -> None:
                 assert [type(one) for one in answers] == [DeadlineExceeded] * MEMBERS
             with pytest.raises(StorageError):
                 await service.wait(asyncio.Event())
+        journal.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_cut_short_while_it_is_journaled_leaves_the_journal_in_order(tmp_path: Path) -> None:
+    """As when the coordinator stops: the transaction is written, and the next one comes after it."""
+
+    async def main() -> None:
+        journal = _Journal(tmp_path)
+        async with serve_members(journal) as service:
+            admit(service)
+            await leases(service, range(1))
+            journal.goes_on.clear()
+            cut_short = asyncio.create_task(leases(service, range(1, 2)))
+            await asyncio.to_thread(journal.waits.wait)
+            cut_short.cancel()
+            await asyncio.sleep(0.01)
+            journal.goes_on.set()
+            await asyncio.wait([cut_short])
+            (answer,) = await leases(service, range(2, 3))
+            assert isinstance(answer, CoordinatorToPeerLease)
+            assert granted(journal.read()) == 3
         journal.close()
 
     asyncio.run(main())
