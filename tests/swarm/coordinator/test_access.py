@@ -169,7 +169,7 @@ def test_64_machines_of_a_lab_that_start_at_once_are_in_within_two_minutes() -> 
     assert last_s < 120
 
 
-def test_the_most_crowded_network_choose_evicted_until_all_have_as_many() -> None:
+def test_the_most_crowded_network_is_evicted_from_until_all_have_as_many() -> None:
     here = [("a", NEAR, 1), ("b", NEAR, 0), ("c", NEAR, 0), ("d", FAR, 0)]
     assert choose_evicted("other", here) == "c", "the last to come of those who have done least"
     assert choose_evicted(FAR, here) == "c", "two of each, then"
