@@ -43,7 +43,7 @@ _SHOWN_LETTERS = 160
 
 @dataclass(frozen=True)
 class RunTerms:
-    """What the run would do on this machine. ``files``: the files that it would read."""
+    """Terms to which a volunteer agrees before joining. ``files``: the files that the run would read."""
 
     run: RunFile
     recipe: Recipe

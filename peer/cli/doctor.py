@@ -58,8 +58,8 @@ _WAITING = PipelineSection(micro_batch=1).in_flight
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What this machine can do for a run. ``layer_bytes``: memory to hold each layer; ``span``: of the runs of layers
-    [first, stop) that fit, the one with most parameters; ``port_is_free``: the default port of ``shoal host``."""
+    """Results of ``shoal doctor`` for a run. ``layer_bytes``: memory to hold each layer; ``span``: of the runs of
+    layers [first, stop) that fit, the one with most parameters; ``port_is_free``: of ``shoal host``."""
 
     run: str
     device: DeviceInfo

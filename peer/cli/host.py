@@ -89,7 +89,7 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class Hosting:
-    """What the person who hosts has to know at the start."""
+    """Facts of a started host that are printed for the person who runs it."""
 
     invite: Invite
     run_hash: bytes

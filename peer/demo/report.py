@@ -335,7 +335,8 @@ def plot_loss(path: Path, report: Report) -> bool:
     axes.set_xlabel("seconds")
     axes.set_ylabel("loss, nats a byte")
     done = f"{len(report.log.commits)} rounds, {count_text(report.log.tokens)} tokens"
-    axes.set_title(f"{report.peers} peers, {len(report.stages)} stages, {done}", fontsize=10)
+    stages = f"{len(report.stages)} stages, " if report.memory else ""
+    axes.set_title(f"{report.peers} peers, {stages}{done}", fontsize=10)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.8))

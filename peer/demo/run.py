@@ -154,7 +154,7 @@ class Runner:
                 self._board.show(told)
 
     def _ask(self) -> str:
-        """What the coordinator says that the run waits for; also on the board, when it is something new."""
+        """Ask the coordinator for what the run waits; show it on the board when it is new."""
         if time.monotonic() - self._asked_s < _ASK_EVERY_S:
             return self.log.outlook
         self._asked_s = time.monotonic()

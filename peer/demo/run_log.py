@@ -61,7 +61,7 @@ class PeerLog:
 
     @property
     def part(self) -> str:
-        """When it was there."""
+        """The peer's part in the demo: killed, there all along, or a late joiner."""
         return "killed" if not self.is_live else "all along" if self.late_at is None else "came late"
 
     @property
@@ -75,7 +75,7 @@ class PeerLog:
 
     @property
     def moves(self) -> int:
-        """How often it was given other stages than it had."""
+        """Number of times that the peer was assigned other stages than it had."""
         return sum(before[1:] != after[1:] for before, after in pairwise(self.spans))
 
     def feed(self, event: Event) -> None:
@@ -189,7 +189,7 @@ class RunLog:
 
     @property
     def done(self) -> tuple[float, float]:
-        """How much of the run is done, and of how much: rounds where the run ends by them, else seconds."""
+        """Progress and total: in rounds where the run ends by them, else in seconds."""
         total = self._ends.rounds or self._ends.max_s
         assert total is not None
         return min(len(self.commits) if self.ends_by_rounds else self.now - self.started, total), total
@@ -205,7 +205,7 @@ class RunLog:
 
     @property
     def round_s(self) -> float:
-        """What a round usually takes; 0 while that is not known."""
+        """Usual duration of a round, in seconds; 0 while that is not known."""
         return usual_round_s([one["time"] for one in self.commits], [death.killed_at for death in self.deaths])
 
 

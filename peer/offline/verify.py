@@ -75,7 +75,7 @@ class _Read:
 
     @property
     def history(self) -> Path | None:
-        """Where its peer keeps the history that it belongs to; None for a checkpoint that was set aside."""
+        """File of the history that the checkpoint belongs to; None for a checkpoint that was set aside."""
         folder = self.folder.absolute()
         is_current = folder.parent.name == CHECKPOINTS and folder.name.startswith("round-")
         return folder.parent.with_name(HISTORY_FILE) if is_current else None

@@ -149,7 +149,7 @@ class StageRunner:
         self._round = -1
         self._is_closing = False
         self.trouble = ""
-        """Why a result of this round cannot be sent (it is infinite or NaN); else empty."""
+        """Reason why a result of this round cannot be sent (it is infinite or NaN); else empty."""
         self._tasks: asyncio.TaskGroup
 
     @property

@@ -61,7 +61,7 @@ class Divergence:
         match word:
             case "at fault":
                 advice = f"The other peers train on from there, so {at_fault}"
-            case "hopeless":
+            case "unrecoverable":
                 advice = f"It is the same for the other peers, and no earlier state is left to go back to: {_DIVERGED}"
             case _:
                 advice = f"If the other peers train on, {at_fault}. If they stop, too, {_DIVERGED}"

@@ -353,10 +353,10 @@ class Reduction:
     group: Group
     put: Callable[[int, memoryview], Awaitable[None]]
     own: Callable[[int, int], OwnValues] | None = None
-    """What we bring in [start, stop), unpacked; called in worker threads. Without it, our contribution comes packed, as
-    everybody's."""
+    """Returns this member's own values in [start, stop), unpacked; called in worker threads. None: its contribution
+    comes packed, like the others'."""
     error_buffer: Callable[[int, int], ErrorBuffer] | None = None
-    """Where the encoding errors of our means go, as ``own``."""
+    """Returns the buffer for the encoding errors of this member's means in [start, stop); called in worker threads."""
     without: frozenset[int] = frozenset()
     made: dict[int, ReducedChunk] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)

@@ -15,7 +15,7 @@ from shoal.swarm.averaging.chunk_streams import ExchangeContext, StreamMeter
 from shoal.swarm.errors import LinkError, MemberGone
 
 _SLOWEST = 20
-"""How many times as long as the median of the others a source may take. A link at a tenth of their rate is slow and
+"""Longest time that a source may take, as a multiple of the others' median. A link at a tenth of their rate is slow and
 honest, and has to count in full, also where it serves another owner first."""
 
 

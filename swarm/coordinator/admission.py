@@ -20,7 +20,7 @@ from shoal.swarm.protocol.types import Certificate, DeviceInfo, Role, RosterEntr
 # Bytes that members sent ------------------------------------------------------------------------------------
 
 _MAX_BYTES = 2**62
-"""What a message has room for."""
+"""Largest number of bytes that a message can report."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ over a slow link takes a day."""
 
 
 class Standing(NamedTuple):
-    """What speaks for keeping a member: a record, committed rounds that it was in, a place in a pipeline."""
+    """Reasons to keep a member: a record, committed rounds with its work, a place in a pipeline."""
 
     has_record: bool
     rounds: int

@@ -125,7 +125,7 @@ def _levelled(figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def collectors(plan: RoundPlan, member: int) -> set[int]:
-    """Who collects this member's contribution: all owners, in a grid the row reducers of its row."""
+    """Return the members that collect this one's contribution: all owners, in a grid the row reducers of its row."""
     row = plan.members[member].row
     collectors = [column[row] for column in plan.columns] or [part.owner for part in plan.parts]
     return set(collectors) - {member}

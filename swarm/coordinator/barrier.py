@@ -74,7 +74,7 @@ class Barrier:
         if not due:
             return False
         version, lost, back = min(due, key=lambda one: one[0])
-        judgement = Judgement(reason=f"{lost.label}{lost.say_return(back)}")
+        judgement = Judgement(reason=f"{lost.label}{lost.say_rollback(back)}")
         keepers = [one.keepers if one is not None and one.version == version else () for one in backs]
         self._end([scope.go_back_to(version, of, judgement) for scope, of in zip(self.scopes, keepers, strict=True)])
         return True

@@ -19,7 +19,7 @@ _PASSED_ROUNDS = 8
 """Versions past the bad one after which another divergence has another cause."""
 
 _FRUITLESS, _RETURNS = 3, 16
-"""How often the run goes back before it is past that point: without suspects, and at all. Each time costs the rounds
+"""Most rollbacks before the run is past that point: without suspects, and in all. Each time costs the rounds
 that it takes to diverge again, so a run that cannot be helped ends after a few of them."""
 
 
@@ -45,7 +45,7 @@ class Setback(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Opinion:
+class CombinedClaims:
     """Combined claims of divergence.
 
     ``bad_version``: from which members with more than half of the work cannot go on, if any; ``at_fault``: members that
@@ -58,7 +58,7 @@ class Opinion:
 
 
 @dataclass(frozen=True)
-class WayBack:
+class DivergenceRollback:
     """Rollback from ``bad_version`` to ``version``, whose state ``keepers`` have; ``suspects`` are left out."""
 
     version: int
@@ -67,7 +67,9 @@ class WayBack:
     suspects: tuple[str, ...]
 
 
-def opinion(members: Mapping[str, Member], history: History, digest: bytes | None, *, ahead: bool) -> Opinion:
+def combine_claims(
+    members: Mapping[str, Member], history: History, digest: bytes | None, *, ahead: bool
+) -> CombinedClaims:
     """Combine the claims of live trainers.
 
     ``digest``: of the run's newest state; ``ahead``: with ``overlap`` work for the next version starts on the one
@@ -78,19 +80,19 @@ def opinion(members: Mapping[str, Member], history: History, digest: bytes | Non
         if one.diverged is not None and _is_of_run(one.diverged.anchor_version, one.diverged.digest, history, digest)
     }
     if not claims:
-        return Opinion()
+        return CombinedClaims()
     work = work_of(members)
     total = sum(work.values())
     if 2 * sum(work[peer] for peer in claims) > total:
         bad_version = int(weighted_median([(at, max(work[peer], 1)) for peer, at in claims.items()]))
-        return Opinion(bad_version, claims=claims)
+        return CombinedClaims(bad_version, claims=claims)
     at_fault = [
         peer
         for peer, version in claims.items()
         if 2 * sum(work[one] for one in members if one not in claims and _went_on(members[one], version + ahead))
         > total
     ]
-    return Opinion(at_fault=frozenset(at_fault), claims=claims)
+    return CombinedClaims(at_fault=frozenset(at_fault), claims=claims)
 
 
 def _is_of_run(version: int, claimed: bytes, history: History, digest: bytes | None) -> bool:
@@ -104,9 +106,9 @@ def _went_on(member: Member, version: int) -> bool:
     return member.worked_version is not None and member.worked_version >= version
 
 
-def way_back(
+def divergence_rollback(
     bad_version: int, setback: Setback, history: History, members: Mapping[str, Member], known: Container[str]
-) -> WayBack | None:
+) -> DivergenceRollback | None:
     """Return the rollback to the newest kept state before ``bad_version``; None without one, or after enough tries.
 
     After each rollback in vain it goes twice as many of the kept states further back. ``known``: members that the run
@@ -121,7 +123,7 @@ def way_back(
         return None
     version = kept[min((1 << setback.returns) - 1, len(kept) - 1)]
     state = (version, history.rounds[version].digest)
-    return WayBack(
+    return DivergenceRollback(
         version=version,
         keepers=tuple(peer for peer, one in members.items() if state in one.states),
         bad_version=bad_version,
@@ -148,7 +150,7 @@ def _suspects(version: int, history: History, members: Mapping[str, Member]) -> 
 # In words ---------------------------------------------------------------------------------------------------
 
 
-def say_way_back(back: WayBack, history: History, members: Mapping[str, Member]) -> str:
+def say_divergence_rollback(back: DivergenceRollback, history: History, members: Mapping[str, Member]) -> str:
     """Return the verdict's reason."""
     made = history.rounds[back.version]
     names = [members[peer].entry.name for peer in back.suspects]

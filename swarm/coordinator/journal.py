@@ -31,7 +31,7 @@ class Journal(VerdictSource, Protocol):
     Methods may block, and may be called from any thread. All raise ``StorageError`` when the storage fails."""
 
     location: str
-    """Where the journal is kept, for messages to people."""
+    """The journal's place, for messages to people."""
 
     def lease(self) -> int:
         """Make this process the only writer, until ``close`` or its end, and return its fencing epoch.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _NO_LIMIT = 2**62
 
 _LEASED_ROUNDS = 64
-"""What one member can hold at most, in rounds' worth of samples (or batches, where those are larger)."""
+"""Most samples that one member can hold, in rounds' worth (or batches, where those are larger)."""
 
 
 class Leasing:

@@ -50,7 +50,7 @@ _LOGGED_CHANGES = 512
 
 @dataclass
 class Member:
-    """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``rounds_committed``,
+    """Coordinator's record of one member. All but ``entry``, ``device``, ``tokens_committed``, ``rounds_committed``,
     ``bandwidth_bps``, ``barred_rounds``, ``failures`` and what stands between these and ``left`` comes from heartbeats.
     ``tokens_ahead``: done for the next round already, while this one is averaged (``overlap``). ``bandwidth_bps``: what
     is believed of its link, 0 for unknown, whatever it claims. ``failures``: how often it did not deliver

@@ -71,7 +71,7 @@ class PipelineRun:
         self.rests: dict[str, ev.Rest] = {}
         self.version = 0
         self.shortage = ""
-        """Why there is no plan, in the planner's words."""
+        """Reason why there is no plan, in the planner's words."""
         self._sign = sign
         self._views = PipelineViews(run)
         self._is_plan_due = True
@@ -81,12 +81,12 @@ class PipelineRun:
         self._proposed: tuple[PlacementRequest, StagePlan] | None = None
         """An answer whose moves wait for the end of the round."""
         self._cut_from_s: float | None = None
-        """When the first plan may choose the number of stages: peers that start together shall be in it."""
+        """Earliest moment of the first plan, so that peers that start together are all in it."""
         self._stall_detector = StallDetector(self.deadlines, 1 + run.outer.slots)
         self._resting: set[str] = set()
         self._next_stall_check_s = now_s
         self._drove_s: dict[str, float] = {}
-        """When each driver was last given something to drive, or had done something."""
+        """Moment at which each driver last got or finished a micro-batch."""
 
     @property
     def has_ended(self) -> bool:
@@ -108,7 +108,7 @@ class PipelineRun:
 
     @property
     def urgent_state(self) -> tuple[int, str, int]:
-        """What members have to be told of at once when it changes."""
+        """State whose changes are sent to the members at once, without waiting for their heartbeats."""
         return self.round_number, self.phase, self.version
 
     def batch(self) -> Batch | None:
@@ -199,7 +199,7 @@ class PipelineRun:
                 raise AssertionError(f"no rule for {type(event).__name__}")
 
     def standing(self, peer: str) -> Standing:
-        """What speaks for keeping a member, for ``admission``: its work in any of the stages, and its place there."""
+        """Return the reasons to keep a member: its work in any of the stages, and its place there."""
         standings = [scope.standing(peer) for scope in self.scopes]
         has_record = any(one.has_record for one in standings)
         return Standing(has_record, max((one.rounds for one in standings), default=0), peer in self.spans)
@@ -429,8 +429,10 @@ class PipelineRun:
     # The planner ----------------------------------------------------------------------------------------
 
     def plan_request(self, now_s: float) -> PlacementRequest | None:
-        """What the planner is to be asked now, if anything; one at a time. Newcomers get a place at once, empty stages
-        somebody who moves; else peers move between two rounds only, and one at a time."""
+        """Return the next request to the planner, one at a time; None while there is nothing to ask.
+
+        Newcomers get a place at once, and so do empty stages a peer that moves. Else peers move between two rounds
+        only, one at a time."""
         self.log.now_s = now_s
         if self._asked is not None or self.has_ended or not self._is_plan_due or not self.capabilities:
             return None
@@ -538,7 +540,7 @@ class PipelineRun:
                 scope.record(ev.MemberLost(peer=peer, reason=reason))
 
     def say_outlook(self) -> str:
-        """What the run waits for: a stage that nobody holds, or a state; empty when it goes on."""
+        """Say for which stage or state the run waits; empty when it goes on."""
         if self.has_ended:
             return ""
         if not self.boundaries:
@@ -550,7 +552,7 @@ class PipelineRun:
         return ""
 
     def say_stage_outlook(self, stage: int) -> str:
-        """What one stage waits for; empty when somebody holds its newest state."""
+        """Say for which state a stage waits; empty when somebody holds its newest."""
         if self.scopes[stage].working() or self.has_ended:
             return ""
         if outlook := self.scopes[stage].say_outlook():
@@ -567,7 +569,7 @@ class PipelineRun:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def _say_resting(self) -> str:
-        """Who gets no stage now, and why."""
+        """Say which peers get no stage now, and why."""
         said = ""
         for peer in sorted(self.resting() & self.capabilities.keys())[:3]:
             rest = self.rests[peer]

@@ -76,7 +76,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Return:
+class PossibleRollback:
     """Possible rollback to ``version``, whose state ``keepers`` have.
 
     ``awaited``: peers that may bring a newer state; ``in_s``: how much longer it is worth waiting for them."""
@@ -108,7 +108,7 @@ class Outage:
 
     def look(
         self, now_s: float, history: History, agreed_digest: bytes | None, members: Mapping[str, Member]
-    ) -> Return | None:
+    ) -> PossibleRollback | None:
         """Return the possible rollback; None while nobody here has reported a state that a verdict vouches for.
 
         ``agreed_digest``: of the newest state, if known."""
@@ -127,7 +127,7 @@ class Outage:
         ]
         absent = [peer for peer, one in members.items() if peer not in here and _may_keep_newer(one, version)]
         wait_s = max(self._deadlines.return_s, history.cost_s(version))
-        return Return(
+        return PossibleRollback(
             version=version,
             keepers=tuple(peer for peer, one in here.items() if state in one.states),
             awaited=(*coming, *absent),
@@ -166,7 +166,7 @@ def _may_keep_newer(member: Member, version: int) -> bool:
 # In words ---------------------------------------------------------------------------------------------------
 
 
-def say_return(back: Return, history: History, here: int) -> str:
+def say_rollback(back: PossibleRollback, history: History, here: int) -> str:
     """Return the verdict's reason. ``here``: how many members could have kept a state."""
     made = history.rounds[back.version]
     return (
@@ -176,7 +176,9 @@ def say_return(back: Return, history: History, here: int) -> str:
     )
 
 
-def say_outlook(version: int, digest: bytes | None, back: Return | None, members: Mapping[str, Member]) -> str:
+def say_outlook(
+    version: int, digest: bytes | None, back: PossibleRollback | None, members: Mapping[str, Member]
+) -> str:
     """Return what the run waits for while nobody holds ``version``. ``digest``: of its state, if known."""
     loading = [one.entry.name for one in members.values() if one.is_trainer and _keeps(one, version, digest)]
     if loading:

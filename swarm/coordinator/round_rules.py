@@ -46,7 +46,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Goal:
-    """When a round has enough: ``tokens`` reached or ``max_s`` passed. ``exact``: no more than these tokens."""
+    """Goal of a round: ``tokens`` reached or ``max_s`` passed. ``exact``: no more than these tokens."""
 
     tokens: int
     max_s: float
@@ -149,7 +149,7 @@ def left_out(
 
 @dataclass(frozen=True)
 class Judgement:
-    """How the round ends: with digests when committed (None: a void part), with a reason when aborted.
+    """End of a round: with digests when committed (None: a void part), with a reason when aborted.
 
     ``failed``: the owners and row reducers that did not deliver to others; ``missing``: the members whose contributions
     did not come; ``accused_by``: by member, the owners and row reducers that it accuses of that."""

@@ -15,7 +15,15 @@ from shoal.swarm.averaging.norm_claims import claim_bytes
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.admission import Admission, Standing
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
-from shoal.swarm.coordinator.divergence import Opinion, Setback, WayBack, opinion, say_way_back, warning_of, way_back
+from shoal.swarm.coordinator.divergence import (
+    CombinedClaims,
+    DivergenceRollback,
+    Setback,
+    combine_claims,
+    divergence_rollback,
+    say_divergence_rollback,
+    warning_of,
+)
 from shoal.swarm.coordinator.event_log import EventLog
 from shoal.swarm.coordinator.influence import (
     bounded,
@@ -30,7 +38,14 @@ from shoal.swarm.coordinator.lease_ledger import LeaseLedger, RetrainedSamples, 
 from shoal.swarm.coordinator.leasing import Leasing
 from shoal.swarm.coordinator.membership import Member, Membership, counting
 from shoal.swarm.coordinator.model_check import adds_to, check_model
-from shoal.swarm.coordinator.rollback import CommittedRound, History, Outage, Return, say_outlook, say_return
+from shoal.swarm.coordinator.rollback import (
+    CommittedRound,
+    History,
+    Outage,
+    PossibleRollback,
+    say_outlook,
+    say_rollback,
+)
 from shoal.swarm.coordinator.round_plan import PlanRules, as_expected, plan_round
 from shoal.swarm.coordinator.round_rules import (
     Goal,
@@ -141,7 +156,7 @@ class RoundScope:
         self._bandwidths = Bandwidths()
         self._punctuality = Punctuality()
         self._outage = Outage(self.deadlines)
-        self._outlook: Return | None = None
+        self._outlook: PossibleRollback | None = None
 
     @property
     def number(self) -> int:
@@ -163,7 +178,7 @@ class RoundScope:
 
     @property
     def urgent_state(self) -> tuple[int, str, int]:
-        """What members have to be told of at once when it changes."""
+        """State whose changes are sent to the members at once, without waiting for their heartbeats."""
         return self.round.number, self.round.phase, 0
 
     @property
@@ -256,7 +271,7 @@ class RoundScope:
         return bool(one.rounds_committed or one.tokens_committed or one.failures) or peer in self.round.ranges
 
     def standing(self, peer: str) -> Standing:
-        """What speaks for keeping a member, for ``admission``."""
+        """Return the reasons to keep a member."""
         member = self.membership.members.get(peer)
         return Standing(member.has_record, member.rounds_committed) if member else Standing(False, 0)
 
@@ -443,33 +458,35 @@ class RoundScope:
             roster_delta=delta,
         )
 
-    def believers(self) -> dict[str, Member]:
+    def trusted_members(self) -> dict[str, Member]:
         """Return the live trainers whose claims that the run has diverged count."""
         return {peer: one for peer, one in self.membership.trainers().items() if not self.is_suspended(peer)}
 
-    def opinion(self) -> Opinion:
-        """Combine their claims."""
+    def combine_claims(self) -> CombinedClaims:
+        """Combine the claims of divergence that count."""
         if all(one.diverged is None for one in self.membership.trainers().values()):
-            return Opinion()
-        return opinion(self.believers(), self.history, self.state_digest(), ahead=self.run.averaging.overlap)
+            return CombinedClaims()
+        return combine_claims(
+            self.trusted_members(), self.history, self.state_digest(), ahead=self.run.averaging.overlap
+        )
 
-    def way_back(self) -> WayBack | None:
+    def divergence_rollback(self) -> DivergenceRollback | None:
         """Return how the run leaves a version from which the members with most of the work cannot go on.
 
         None without such a version, without a state to go back to, and when that has been tried often enough."""
-        bad = self.opinion().bad_version
+        bad = self.combine_claims().bad_version
         if bad is None:
             return None
-        return way_back(bad, self.setback, self.history, self.believers(), self.membership.members)
+        return divergence_rollback(bad, self.setback, self.history, self.trusted_members(), self.membership.members)
 
     def word_on_divergence(self, peer: str) -> DivergenceWord:
         """Answer a member that reports that its work has diverged."""
-        opinion = self.opinion()
-        if peer not in opinion.claims:  # or a suspect, whose claim does not count
+        combined = self.combine_claims()
+        if peer not in combined.claims:  # or a suspect, whose claim does not count
             return "go on"
-        if opinion.bad_version is not None:
-            return "hopeless" if self.way_back() is None else ""
-        return "at fault" if peer in opinion.at_fault else ""
+        if combined.bad_version is not None:
+            return "unrecoverable" if self.divergence_rollback() is None else ""
+        return "at fault" if peer in combined.at_fault else ""
 
     def state_digest(self) -> bytes | None:
         """Return the digest of the current version's state: agreed on, or the one that most of its holders report."""
@@ -754,13 +771,13 @@ class RoundScope:
 
     # Rollback -------------------------------------------------------------------------------------------
 
-    def look_for_holders(self, now_s: float) -> Return | None:
+    def look_for_holders(self, now_s: float) -> PossibleRollback | None:
         """Return where to go back to, if nobody holds the newest state and nobody is worth waiting for any more.
 
         A round that is closing or averaged ends by itself first."""
         self._outlook = None
         if (
-            not self._is_without_state() or self.opinion().bad_version is not None
+            not self._is_without_state() or self.combine_claims().bad_version is not None
         ):  # members that report it have dropped the state
             self._outage.end()
             return None
@@ -769,7 +786,7 @@ class RoundScope:
         return self._outlook if is_due else None
 
     def go_back_to(
-        self, version: int, keepers: tuple[str, ...], judgement: Judgement, diverged: WayBack | None = None
+        self, version: int, keepers: tuple[str, ...], judgement: Judgement, diverged: DivergenceRollback | None = None
     ) -> ev.VerdictGiven:
         """Return the end of the round with which the run goes back to an earlier version.
 
@@ -790,18 +807,18 @@ class RoundScope:
 
     def look_at_divergence(self) -> ev.VerdictGiven | None:
         """Return the end of the round, in whatever phase it is, if the run has diverged and can go back."""
-        back = self.way_back()
+        back = self.divergence_rollback()
         if back is None:
             return None
-        reason = Judgement(reason=say_way_back(back, self.history, self.membership.members))
+        reason = Judgement(reason=say_divergence_rollback(back, self.history, self.membership.members))
         return self.go_back_to(back.version, back.keepers, reason, back)
 
-    def say_return(self, back: Return) -> str:
+    def say_rollback(self, back: PossibleRollback) -> str:
         """Return the reason of the verdict with which the run goes back."""
-        return say_return(back, self.history, len(self.membership.trainers()))
+        return say_rollback(back, self.history, len(self.membership.trainers()))
 
     def say_outlook(self) -> str:
-        """What the run waits for while nobody holds its newest state, else empty."""
+        """Say for whom the run waits while nobody holds its newest state, else empty."""
         if not self._is_without_state() or self.has_ended:
             return ""
         if not self.anchor_version:

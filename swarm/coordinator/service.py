@@ -80,10 +80,10 @@ class ScopeHandlers:
         self.rounds = scope if isinstance(scope, RoundScope) else None
         self.pipeline = service.run if isinstance(service.run, PipelineRun) else None
         self.known: dict[str, tuple[int, bytes | None]] = {}
-        """What each member has: the version of the roster, as it said itself or as it was sent, and the chain of the
-        verdict, as it said itself, for what was sent may get lost."""
+        """By member, the version of the roster that it has or was sent, and the chain of the newest verdict that it
+        reported. A sent verdict may get lost, so only the member's word counts for it."""
         self._whole_roster_from_s: dict[str, float] = {}
-        """When each member may get the next whole roster, whatever version it says to have."""
+        """By member, the moment from which it may get a whole roster again, whatever version it claims to have."""
         self._told_from_s: dict[str, float] = {}
         for kind, handler in self._requests().items():
             service.node.control.handle(kind, handler, scope.number)
@@ -503,7 +503,7 @@ class CoordinatorService:
             await asyncio.sleep(_TICK_S)
 
     async def _plan(self, run: PipelineRun, planner: Planner) -> None:
-        """Who gets which stages: worked out in a thread, while everybody is answered."""
+        """Run the planner in a worker thread whenever there is a request, while members are answered."""
         while True:
             await self._may_plan.wait()
             self._may_plan.clear()
@@ -546,7 +546,7 @@ class CoordinatorService:
             pause_until_s = 2 * loop.time() - start_s
 
     def _moments(self) -> list[tuple[int, str, int]]:
-        """What members have to hear of at once."""
+        """Return the urgent state of all scopes."""
         return [one.scope.urgent_state for one in self.handlers]
 
     async def notify(self, channel: Channel, message: Message, scope: int) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Stage:
-    """What the scope of a pipeline's stage has beside its rounds.
+    """Part of a stage's scope that plain runs do not have: layers, claims of samples, and micro-batches.
 
     Leases are claims here: the first replica to claim a sample of the round's batch has it until it releases it, dies,
     or the round ends. ``layers``: as the run file pins them, else none. ``micro_batches``: of the

@@ -58,10 +58,10 @@ Scope = Annotated[int, Field(ge=0, le=MAX_STAGES)]
 """0: the run; s + 1: its stage s, whose replicas average with each other like a run of their own."""
 
 Column = Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)]
-DivergenceWord = Literal["", "go on", "at fault", "hopeless"]
+DivergenceWord = Literal["", "go on", "at fault", "unrecoverable"]
 """Decision on a member whose local work from a state diverges. ``go on``: the state is not, or no longer, the run's;
-``at fault``: the members with most of the work continue from it; ``hopeless``: theirs diverges too, and there is no
-earlier state to go back to."""
+``at fault``: the members with most of the work continue from it; ``unrecoverable``: theirs diverges too, and there is
+no earlier state to go back to."""
 Phase = Literal["waiting", "training", "closing", "averaging", "ended"]
 
 

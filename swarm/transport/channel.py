@@ -42,7 +42,7 @@ class Channel:
     descriptor: int = -1
     """Of a dialed channel's connection."""
     received_s: float = 0.0
-    """When something was last received, on the event loop's clock."""
+    """Moment of the last receipt, on the event loop's clock."""
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _waiting: dict[int, asyncio.Future[Message | LinkError]] = field(default_factory=dict)
     _sent: set[int] = field(default_factory=set)

@@ -91,7 +91,7 @@ class UploadLedger:
 
 @dataclass(frozen=True)
 class CopyDestination:
-    """Where checkpoints are copied to, and how often: once the newest is ``every`` rounds newer than the last copy.
+    """Destination of copies of checkpoints; a new one is made once ``every`` rounds have ended since the last.
 
     ``retention``: of the copies there."""
 

@@ -41,7 +41,7 @@ class FakeMember:
         self.afresh = 0
         self.held: list[AnchorState] = []
         self.bad: list[KeptState] = []
-        self.word: DivergenceWord = "hopeless"
+        self.word: DivergenceWord = "unrecoverable"
         self.start: Any = None
         self.client: Any = SimpleNamespace(
             view=SimpleNamespace(round=0, anchor_version=0, state_digest=None, plan=None, verdict=None),
@@ -357,7 +357,9 @@ def test_what_undone_rounds_left_is_forgotten_and_nothing_else(side: Side) -> No
         assert side.member.forgotten == forgotten
 
 
-@pytest.mark.parametrize(("word", "advice"), [("at fault", "this machine is at fault"), ("hopeless", "lower learning")])
+@pytest.mark.parametrize(
+    ("word", "advice"), [("at fault", "this machine is at fault"), ("unrecoverable", "lower learning")]
+)
 def test_the_coordinators_word_ends_a_peer_that_cannot_go_on(side: Side, word: DivergenceWord, advice: str) -> None:
     side.member.word = word
     for _ in range(1, TRIES):

@@ -253,14 +253,14 @@ def test_a_run_that_cannot_be_helped_is_given_up() -> None:
         go_on(world)
         committed(world, 4 - world.scope.anchor_version, 2)
     assert reached == [3, 2, 0]
-    assert [say(world, worker) for worker in world.workers[:2]] == ["", "hopeless"]
+    assert [say(world, worker) for worker in world.workers[:2]] == ["", "unrecoverable"]
     world.beat(world.workers[0])
-    assert world.view(world.workers[0]).divergence == "hopeless"
+    assert world.view(world.workers[0]).divergence == "unrecoverable"
 
 
 def test_a_run_that_diverges_at_its_start_is_given_up_at_once() -> None:
     world = World(run_file(), 1)
-    assert say(world, world.workers[0], 0) == "hopeless"
+    assert say(world, world.workers[0], 0) == "unrecoverable"
     assert world.archive == {0: INITIAL}
 
 
