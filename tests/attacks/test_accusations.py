@@ -31,7 +31,8 @@ def test_newcomers_cannot_accuse_the_owners_away(swarm: Swarm) -> None:
     print({peer: f"{size / sum(owned.values()):.1%}" for peer, size in owned.items()})
     assert {peer for peer, size in owned.items() if size} <= accused
     verdicts = [one for one in host.journal_events() if isinstance(one, VerdictGiven)]
-    assert not accused & {peer for one in verdicts for peer in (*one.failed, *one.missing)}
+    assert not {peer for one in verdicts for peer in (*one.failed, *one.missing)}
     said = {(one.by, one.of) for verdict in verdicts for one in verdict.accusations}
+    assert {of for _, of in said} == accused
     assert said >= {(liar.peer, peer) for liar in liars for peer in accused}, "what they say is kept"
     finish(host, [*honest, *liars])

@@ -25,13 +25,8 @@ STRANGERS = 8
 FLOOD_S = 6.0
 """At least; it goes on until all that has to happen meanwhile has happened."""
 
-IDLE_S = 60.0
-
 GROWTH_BYTES = 100 * 2**20
-ADMITTED_S = 15.0
-"""Longer than without the flood, times what a busy machine takes longer; see ``admitted_in_s``."""
-
-BUSY = 10
+ADMITTED_S = 10.0
 FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
 
 
@@ -110,11 +105,10 @@ def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -
     """Check during an attack that rounds commit, memory stays, and a newcomer is admitted in time."""
     for member in members:
         member.committed(within_s=START_S + ROUNDS_S)
-    usual_s = admitted_in_s(swarm, host, "early")
     growth, last, began_s = Growth(victim.pid), members[0].last_round(), time.monotonic()
     yield
     attacker = swarm.processes[-1]
-    assert admitted_in_s(swarm, host, "newcomer") < ADMITTED_S + BUSY * usual_s
+    assert admitted_in_s(swarm, host, "newcomer") < ADMITTED_S
     for member in members:
         member.committed(after=last + 1)
     time.sleep(max(0.0, began_s + FLOOD_S - time.monotonic()))
@@ -131,13 +125,12 @@ def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -
 
 @pytest.mark.parametrize("kind", ["messages", "frames", "parts", "small"])
 def test_messages_for_the_host(swarm: Swarm, kind: str) -> None:
-    host = swarm.host(run_toml(patience_s=6.0))
+    host = swarm.host(run_toml())
     with unharmed(swarm, host, swarm.members(host.invite, "ann", "bob"), host):
         attack(swarm, kind, host)
 
 
 def test_messages_for_a_volunteer(swarm: Swarm) -> None:
-    # A volunteer answers a stranger after one and a half heartbeats, which have to end before the attacker gives up.
     host = swarm.host(run_toml())
     members = swarm.members(host.invite, "ann", "bob")
     with unharmed(swarm, host, members, members[0]):
@@ -146,14 +139,14 @@ def test_messages_for_a_volunteer(swarm: Swarm) -> None:
 
 @pytest.mark.parametrize("kind", ["connections", "slow"])
 def test_connections_to_the_host(swarm: Swarm, kind: str) -> None:
-    host = swarm.host(run_toml(patience_s=6.0), launcher=(*FEW_DESCRIPTORS, *SHOAL))
+    host = swarm.host(run_toml(), launcher=(*FEW_DESCRIPTORS, *SHOAL))
     with unharmed(swarm, host, swarm.members(host.invite, "ann", "bob"), host):
         attack(swarm, kind, host, 2000)
 
 
 @pytest.mark.parametrize("data", [False, True])
 def test_connections_to_a_volunteer(swarm: Swarm, data: bool) -> None:
-    host = swarm.host(run_toml(patience_s=6.0))
+    host = swarm.host(run_toml())
     members = [swarm.member(host.invite, "ann", (*FEW_DESCRIPTORS, *SHOAL)), *swarm.members(host.invite, "bob")]
     with unharmed(swarm, host, members, members[0]):
         attack(swarm, "connections", entry_of(host, members[0]), 2000, data=data)
@@ -163,9 +156,11 @@ def test_who_says_nothing_is_hung_up_on(swarm: Swarm) -> None:
     host = swarm.host(run_toml())
     member = swarm.member(host.invite, "ann")
     member.committed(within_s=START_S + ROUNDS_S)
-    idle = attack(swarm, "idle", host, 5, IDLE_S)
-    assert idle.exit_code(IDLE_S + START_S) == 0, idle.tail()
+    began_s = time.monotonic()
+    idle = attack(swarm, "idle", host, 5, 20.0)
+    assert idle.exit_code(25.0) == 0, idle.tail()
     lasted_s = json.loads(idle.text().splitlines()[-1])["lasted_s"]
-    assert len(lasted_s) == 5, "all were hung up on before they would have gone themselves"
-    assert STRANGER_S / 2 < max(lasted_s) < 3 * STRANGER_S, "they had some time to say something, and not much"
+    assert len(lasted_s) == 5
+    assert all(0.8 * STRANGER_S < one < 1.3 * STRANGER_S for one in lasted_s), lasted_s
+    assert time.monotonic() - began_s < 20.0
     finish(host, [member])

@@ -1,6 +1,5 @@
 """A member that does no work, and so is always the fastest, gets no more than a newcomer's share of the samples."""
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -8,23 +7,14 @@ import pytest
 from tests.attacks.trusted import ROUND_S, wait_for_records, wait_for_rounds
 from tests.integration.harness import Swarm, finish, run_toml
 
-from shoal.swarm.coordinator.events import LeaseGranted, VerdictGiven
+from shoal.swarm.coordinator.events import LeaseGranted
 from shoal.swarm.coordinator.trust import NEWCOMERS_SHARE
-from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.sample_ranges import count, from_wire
 
 pytestmark = pytest.mark.integration
 
 IDLE = (sys.executable, str(Path(__file__).parent / "idle_member.py"))
 ROUNDS = 4
-CONTEXT = 32
-"""Tokens a sample of ``run_toml``'s model."""
-
-
-def tokens_of(verdict: Verdict, peer: str) -> int:
-    """Return the tokens of this peer's work in a committed round."""
-    members = verdict.plan.members if verdict.plan else ()
-    return sum(member.weight_tokens for member in members if member.peer == peer)
 
 
 def test_who_does_no_work_gets_a_newcomers_share(swarm: Swarm) -> None:
@@ -33,24 +23,17 @@ def test_who_does_no_work_gets_a_newcomers_share(swarm: Swarm) -> None:
     wait_for_records(host, honest)
     idle = swarm.member(host.invite, "idle", IDLE)
     rounds = wait_for_rounds(host, idle, ROUNDS)
-    verdicts = [one.verdict for one in host.journal_events() if isinstance(one, VerdictGiven)]
-    first, last = rounds[0].round, rounds[-1].round
-    # Its share is of what the others usually do, which is more than they do in a round in which the machine is busy.
-    usual_tps = max(
-        (one.tokens - tokens_of(one, idle.peer)) / (one.ended_s - before.ended_s)
-        for before, one in itertools.pairwise(verdicts)
-        if one.committed
-    )
-    most_tps = 2 * NEWCOMERS_SHARE / (1 - NEWCOMERS_SHARE) * usual_tps
-    began_s = verdicts[first - 2].ended_s  # its leases were given while this round or the one before was open
-    seconds = verdicts[last].ended_s - began_s
-    leased = sum(
-        CONTEXT * count(from_wire(one.ranges))
-        for one in host.journal_events()
-        if isinstance(one, LeaseGranted) and one.peer == idle.peer and first <= one.round <= last
-    )
-    committed = sum(tokens_of(one, idle.peer) for one in rounds)
-    print(f"{committed / seconds:.0f} and {leased / seconds:.0f} of at most {most_tps:.0f} tokens a second")
-    assert committed < most_tps * seconds
-    assert leased < most_tps * seconds
+    tokens = sum(one.tokens for one in rounds)
+    weights = [
+        member.weight_tokens for one in rounds if one.plan for member in one.plan.members if member.peer == idle.peer
+    ]
+    leased = {one.peer: 0 for one in host.journal_events() if isinstance(one, LeaseGranted)}
+    for one in host.journal_events():
+        if isinstance(one, LeaseGranted) and one.round >= rounds[0].round:
+            leased[one.peer] += count(from_wire(one.ranges))
+    share, used = sum(weights) / tokens, leased[idle.peer] / sum(leased.values())
+    print(f"of the tokens {share:.1%}, of the samples {used:.1%} of {sum(leased.values())}")
+    # Paces are seen with some noise: a machine that is busy commits less than it did.
+    assert share < 2 * NEWCOMERS_SHARE
+    assert used < 2 * NEWCOMERS_SHARE
     finish(host, [*honest, idle])

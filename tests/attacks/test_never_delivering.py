@@ -32,13 +32,12 @@ def test_nobody_waits_for_it_for_ever(swarm: Swarm) -> None:
         since = [one for one in verdicts if planned and one.round >= planned[0].round]
         return since if len(since) >= 2 + AFTER else None
 
-    verdicts = [one.verdict for one in host.journal_events() if isinstance(one, VerdictGiven)]
-    usual_s = max(after.ended_s - before.ended_s for before, after in itertools.pairwise(verdicts[2:]))
     rounds = eventually("some rounds after its first", look, ROUNDS_S, host.tail)
     took_s = [after.ended_s - before.ended_s for before, after in itertools.pairwise(rounds)]
     with_it = [peer in [member.peer for member in one.plan.members] if one.plan else False for one in rounds]
     print([f"{seconds:.1f} s{' with it' if one else ''}" for seconds, one in zip(took_s, with_it[1:], strict=True)])
-    # After two rounds it is left out of two, then tried once more, and left out of four.
-    assert 2 <= sum(with_it) <= 3
-    assert sum(seconds > usual_s + PATIENCE_S / 2 for seconds in took_s) <= 2
+    assert with_it[:2] == [True, True]
+    # Left out of two rounds, then tried once more, and left out of four.
+    assert sum(with_it[2:]) <= 1
+    assert sum(seconds > PATIENCE_S for seconds in took_s[1:]) <= 1
     finish(host, honest)

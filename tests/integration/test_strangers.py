@@ -36,9 +36,8 @@ from shoal.swarm.protocol.invite import Invite
 
 pytestmark = pytest.mark.integration
 
-SOON_S = 60.0
-"""Until somebody who cannot join knows that and why: some 8 s, and what a busy machine adds. Who is never told never
-ends."""
+SOON_S = 12.0
+"""Until somebody who cannot join knows that and why."""
 
 
 def refused(member: Member, error: type[ShoalError], *words: str) -> None:
@@ -90,7 +89,7 @@ def free_port() -> int:
 
 
 def test_strangers(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(patience_s=6.0))
+    host = swarm.host(run_toml())
     member = swarm.member(host.invite, "member")
     member.committed(within_s=START_S + ROUNDS_S)
     other_key = Identity.generate().coordinator_keys().public
