@@ -119,6 +119,7 @@ class LightPeer:
             role="trainer",
             device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
             addresses=(Address(host="127.0.0.1", control_port=port, data_port=port),),
+            token=self._invite.token,
         )
         try:
             async with task_scope() as tasks:
@@ -127,7 +128,7 @@ class LightPeer:
                 answering.cancel()
         finally:
             listening.close(linger=0)
-        layout = (TensorSpec(name="weight", shape=(self._habits.elements,), dtype="float32"),)
+        layout = (TensorSpec(name="weight", shape=(self._habits.elements,)),)
         await self._request(
             PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=bytes(32), tokens_per_sample=TOKENS_PER_SAMPLE)
         )

@@ -34,6 +34,7 @@ from pipeline_run import PATIENCE_S, Case, Peer, Pipeline
 from recovery_run import Event, collected
 from shaped_links import NoShapedLinks, check_machine, shaped_links
 
+from shoal.swarm.memory_account import account_of
 from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, StagePlan
 from shoal.swarm.pipeline.planner.planner import plan_rate
 
@@ -51,7 +52,7 @@ CASES = (
     Case("unequal", 4, (FAST, FAST, FAST, SLOW, SLOW), 30.0, 96, 3),
 )
 LINK_CASE = Case(
-    "slow link", 2, (FAST, FAST), 14.0, 32, 2, tokens=4096, width=32, max_in_flight=4, ballast=1_000_000, room=1.9
+    "slow link", 2, (FAST, FAST), 14.0, 32, 2, tokens=4096, width=32, max_in_flight=4, ballast=3_000_000, room=1.9
 )
 REFILL_CASE = Case("refill", 2, (FAST,) * 5, 40.0, 36, 0)
 REFILL_ROUNDS_BEFORE = 3
@@ -116,16 +117,14 @@ def bound_refilled(pipeline: Pipeline, others: Sequence[Peer], victim: Peer) -> 
 def predicted(pipeline: Pipeline) -> float:
     """Throughput that the planner predicts from the peers' measurements."""
     told = [next(one for one in peer.read() if one["event"] == "capability") for peer in pipeline.peers]
-    fields = ("peer", "memory_bytes", "layer_s", "bandwidth_bps", "rtt_s", "holds_all")
+    fields = ("peer", "host_bytes", "layer_s", "bandwidth_bps", "rtt_s", "device_bytes")
     peers = [PeerCapability(**{name: one[name] for name in fields}) for one in told]
     layers = [LayerCost(*costs) for costs in told[0]["layers"]]
     spans = {one["peer"]: peer.span for one, peer in zip(told, pipeline.peers, strict=True) if peer.span}
     plan = StagePlan(boundaries_of(pipeline), spans)
-    settings = pipeline.case.run_file.pipeline
-    assert settings is not None
-    return plan_rate(
-        plan, layers, peers, max_in_flight=settings.in_flight, optimizer_values=pipeline_plan.OPTIMIZER_VALUES
-    )
+    run = pipeline.case.run_file
+    assert run.pipeline is not None
+    return plan_rate(plan, layers, peers, max_in_flight=run.pipeline.in_flight, demand=account_of(run).demand())
 
 
 def measure_links(case: Case, limit_s: float) -> Iterator[Row]:

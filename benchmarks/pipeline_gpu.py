@@ -26,6 +26,7 @@ from common import comma, over, parser, publish
 from torch import Tensor
 
 from shoal.compression.codec import Codec
+from shoal.compression.range_reader import whole_vector
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, MicroBatchKey, StageCompute
 from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, moved
@@ -56,14 +57,14 @@ class Unsplit:
 
     def train(self, batches: Sequence[Tensor]) -> None:
         """One micro-batch after the other."""
-        self._work.restart_from(self._vector.read())
+        self._work.restart_from(whole_vector(self._vector))
         for batch in batches:
             self._loop.backward(moved(batch, self._device))
             self._work.step(len(batch), 1.0)
 
     def gradient(self) -> Tensor:
         """Return the mean gradient, (n,) float32."""
-        return self._work.contribution(torch.zeros(0))
+        return whole_vector(self._work.contribution(torch.zeros(0)))
 
 
 @dataclass
@@ -117,7 +118,7 @@ class TwoStages:
 
     def gradient(self) -> Tensor:
         """Return the mean gradient, (n,) float32."""
-        return torch.cat([side.stage.work.contribution(torch.zeros(0)) for side in self._sides])
+        return torch.cat([whole_vector(side.stage.work.contribution(torch.zeros(0))) for side in self._sides])
 
     def _run(
         self, side: Side, way: Callable[..., None], samples: dict[MicroBatchKey, Tensor], carriers: ThreadPoolExecutor
@@ -131,7 +132,7 @@ class TwoStages:
         is_done = False
         try:
             with side.staging.computing():
-                side.stage.work.restart_from(side.vector.read())
+                side.stage.work.restart_from(whole_vector(side.vector))
                 way(side, samples, send)
             is_done = True
         finally:
@@ -174,7 +175,7 @@ class _OtherFailed(Exception):
 def _carried(sender: Staging, receiver: Staging, made: ComputedTensor) -> Tensor:
     packed = sender.pack_result(made)
     arrived = receiver.allocate_host(packed.numel()).copy_(packed)
-    return receiver.unpack_received(arrived, TensorHeader.of(made.tensor))
+    return receiver.unpack_received(arrived, TensorHeader.of(made.tensor))[0]
 
 
 # Measuring ---------------------------------------------------------------------------------------------------

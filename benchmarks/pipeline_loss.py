@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec
+from shoal.compression.range_reader import RangeReader
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, MicroBatchKey, StageCompute
 from shoal.peer.pipeline.tensor_io import TensorHeader, pack, unpack
@@ -41,7 +42,7 @@ class _Summed:
                 total += parameter.grad * samples
             parameter.grad = None
 
-    def contribution(self, anchor: Tensor) -> Tensor:
+    def contribution(self, anchor: Tensor) -> RangeReader:
         raise NotImplementedError
 
     def reset_optimizer(self) -> None:

@@ -13,13 +13,14 @@ import numpy as np
 from common import comma, over, parser, publish
 from greedy_blocks import greedy
 
+from shoal.swarm.memory_account import MemoryDemand
 from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, PlanningProblem, SpanTable, StagePlan
 from shoal.swarm.pipeline.planner.planner import plan_rate, plan_stages
 from shoal.swarm.pipeline.planner.solver import dual_prices
 
 IN_FLIGHT = 4
-OPTIMIZER_VALUES = 2
-LIMITS = {"max_in_flight": IN_FLIGHT, "optimizer_values": OPTIMIZER_VALUES}
+DEMAND = MemoryDemand(device=3.0, host=5.2, shared=8.2)
+LIMITS: dict[str, Any] = {"max_in_flight": IN_FLIGHT, "demand": DEMAND}
 SMALL = [(3, 6, 2), (3, 6, None), (4, 5, 3), (4, 6, 2), (5, 5, 3), (5, 4, None)]
 """Peers, layers and stages where everything can be tried. None: "auto"."""
 LARGE = 10
@@ -51,7 +52,7 @@ def simulated(kind: Kind, peers: int, layers: int, seed: int) -> tuple[list[Laye
         LayerCost(int(4e6 * chance.uniform(0.8, 1.2)), int(2e5 * chance.uniform(0.8, 1.2)), 2 * 10**6)
         for _ in range(layers)
     ]
-    whole = sum(8.2 * one.parameters_bytes + IN_FLIGHT * one.kept_bytes for one in costs)
+    whole = sum(DEMAND.shared * one.parameters_bytes + IN_FLIGHT * one.kept_bytes for one in costs)
     whole *= 3 if peers < LARGE else 1
     members = []
     for number in range(peers):
@@ -59,7 +60,7 @@ def simulated(kind: Kind, peers: int, layers: int, seed: int) -> tuple[list[Laye
         members.append(
             PeerCapability(
                 peer=f"peer-{number:04}",
-                memory_bytes=int(whole * chance.uniform(*kind.memory)),
+                host_bytes=int(whole * chance.uniform(*kind.memory)),
                 layer_s=tuple(0.02 / speed * chance.uniform(0.9, 1.1) for _ in range(layers)),
                 bandwidth_bps=1e6 * chance.uniform(*kind.mbit),
                 rtt_s=chance.uniform(0.005, 0.05),

@@ -15,13 +15,12 @@ from recovery_run import Event, NotRecovered, Running
 from shaped_links import Site as Place
 
 from shoal.peer.demo.processes import EventFile
-from shoal.swarm.pipeline.planner.model import state_copies
+from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 PATIENCE_S = 6.0
 LAYERS = 12
 MICRO_BATCH = 4
-_OPTIMIZER_VALUES = 2
 _PROCESS = Path(__file__).parent / "pipeline_process.py"
 _LOOK_S = 0.02
 
@@ -86,7 +85,8 @@ patience_s = {PATIENCE_S}
     @property
     def memory_bytes(self) -> int:
         """Nobody can hold two stages."""
-        state = state_copies(_OPTIMIZER_VALUES, holds_all=True) * 4 * (self.ballast + self.width * (self.width + 1))
+        values = account_of(self.run_file).demand().shared
+        state = values * 4 * (self.ballast + self.width * (self.width + 1))
         return int(self.room * LAYERS / self.stages * state)
 
 
@@ -126,7 +126,7 @@ class Pipeline:
         place = self._made("host")
         (place / "run.toml").write_text(self.case.run_toml)
         where = ["--state", str(place / "state"), "--identity", str(place / "identity")]
-        own = ["host", str(place / "run.toml"), "--bind", f"{self._address(-1)}:0", *where]
+        own = ["host", str(place / "run.toml"), "--no-pins", "--bind", f"{self._address(-1)}:0", *where]
         self.host = self._host(place, own)
         self.host.until("the invite", lambda: "shoal join" in self.host.text())
         self.invite = next((place / "state").glob("*/invite.txt")).read_text().strip()

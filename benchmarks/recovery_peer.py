@@ -8,18 +8,17 @@ new who follows only, get the run's state, and leave.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from cheap_loop import STEP_S, CheapModel, Journal, line_data
+from torch import nn
 
 from shoal.peer.checkpoints import checkpointer
 from shoal.peer.checkpoints.retention import Retention
@@ -32,39 +31,7 @@ from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.source import ChunkSource
 
-STEP_S = 0.05
-"""As if a GPU took so long: peers that share this machine's cores would otherwise measure these."""
-
-_FEATURES = 8
 _MOVED_EVERY = 10
-
-
-class Sparse(nn.Module):
-    """A line with much beside it that has no gradient: what moves, averages and is saved is ``elements`` large."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.line = nn.Linear(_FEATURES, 1)
-        self.ballast = nn.Parameter(torch.randn(elements - _FEATURES - 1))
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(b, 8) to (b, 1)."""
-        prediction: Tensor = self.line(features)
-        return prediction
-
-
-class Journal:
-    """File of this process's moments."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
-
-    def note(self, name: str, **about: Any) -> None:
-        self.write({"event": name, "time": time.time(), **about})
 
 
 def note_first_byte(journal: Journal) -> None:
@@ -86,19 +53,27 @@ def note_first_byte(journal: Journal) -> None:
 
 def note_stalls(journal: Journal) -> None:
     """Note how long each checkpoint holds the training thread up, and beside it one copy of the state that it is of."""
-    save = checkpointer.Checkpointer.save_if_due
+    begin, commit = checkpointer.Checkpointer.begin, checkpointer.Checkpointer.commit
+    began_s = 0.0
+
+    def begun(self: checkpointer.Checkpointer, number: int) -> None:
+        nonlocal began_s
+        before_s = time.perf_counter()
+        begin(self, number)
+        began_s = time.perf_counter() - before_s
 
     def noted(self: checkpointer.Checkpointer, state: Any, verdict: Verdict) -> None:
         before_s = time.perf_counter()
-        save(self, state, verdict)
-        stall_s = time.perf_counter() - before_s
+        commit(self, state, verdict)
+        stall_s = began_s + time.perf_counter() - before_s
         copy = torch.empty_like(state.values).zero_()  # its pages are there before the clock starts
         before_s = time.perf_counter()
         copy.copy_(state.values)
         copy_s = time.perf_counter() - before_s
         journal.note("stall", round=verdict.round, stall_s=stall_s, copy_s=copy_s, copy_bytes=copy.nbytes)
 
-    checkpointer.Checkpointer.save_if_due = noted  # type: ignore[method-assign]
+    checkpointer.Checkpointer.begin = begun  # type: ignore[method-assign]
+    checkpointer.Checkpointer.commit = noted  # type: ignore[method-assign]
 
 
 def die_when_asked(journal: Journal) -> None:
@@ -134,9 +109,7 @@ def options_of(folder: Path, name: str, journal: Journal, role: Role, retention:
 
 def train(invite: str, elements: int, folder: Path, journal: Journal, retention: Retention | None) -> None:
     """Until it is killed or the run ends. A joiner's values are others than the run's: it needs all of the state."""
-    features = torch.randn(10_000, _FEATURES, generator=torch.Generator().manual_seed(1))
-    dataset = TensorDataset(features, features.sum(1, keepdim=True))
-    model = Sparse(elements)
+    dataset, model = line_data(10_000), CheapModel(elements, elements)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = options_of(folder, "member", journal, "trainer", retention)
     with Session.join(invite, model=model, inner_optimizer=optimizer, options=options) as session:
@@ -146,7 +119,8 @@ def train(invite: str, elements: int, folder: Path, journal: Journal, retention:
             loss.backward()  # type: ignore[no-untyped-call]
             if steps % _MOVED_EVERY == 0:
                 with torch.no_grad():
-                    model.ballast.mul_(0.999)
+                    for values in model.ballast:
+                        values.mul_(0.999)
             time.sleep(max(0.0, started_s + STEP_S - time.monotonic()))
             if steps == 0:
                 journal.note("step")  # what follows may be the round's end
@@ -155,7 +129,7 @@ def train(invite: str, elements: int, folder: Path, journal: Journal, retention:
 
 def visit(invite: str, elements: int, folder: Path, journal: Journal) -> None:
     """Once for each line; the imports, and the model, are there before the first."""
-    model = Sparse(elements)
+    model = CheapModel(elements, elements)
     for number, _ in enumerate(sys.stdin):
         options = options_of(folder, f"visitor-{number}", journal, "validator", None)
         journal.note("visit_begins")

@@ -38,12 +38,11 @@ def collected(rows: Iterable[Event]) -> list[Event]:
     return found
 
 
-def run_toml(members: int) -> str:
-    """Some seconds of local work a round: ``STEPS_A_ROUND`` steps of each member."""
-    return f"""
-averaging.codec = "int8"
+def run_toml(name: str, settings: str, steps_a_round: int, patience_s: float) -> str:
+    """Run file of members with loops of their own: so many steps of all together are a round."""
+    return f"""{settings}
 [run]
-name = "recovery"
+name = "{name}"
 seed = 1
 [recipe]
 name = "own"
@@ -52,9 +51,9 @@ source = "own"
 [inner]
 batch_samples = 1
 [round]
-tokens = {members * STEPS_A_ROUND}
+tokens = {steps_a_round}
 max_s = 600
-patience_s = {PATIENCE_S}
+patience_s = {patience_s}
 """
 
 
@@ -120,7 +119,8 @@ class Site:
         self._deadline_s = time.monotonic() + limit_s
         self._all: list[Running] = []
         place = self._place("host")
-        (place / "run.toml").write_text(run_toml(members))
+        toml = run_toml("recovery", 'averaging.codec = "int8"', members * STEPS_A_ROUND, PATIENCE_S)
+        (place / "run.toml").write_text(toml)
         where = ["--bind", "127.0.0.1:0", "--state", str(place / "state"), "--identity", str(place / "identity")]
         log = ["--log-json", str(place / "events.jsonl")]
         self.host = self._start(

@@ -18,12 +18,12 @@ from round_case import Case
 from shaped_links import Site, enter
 from torch import Tensor
 
-from shoal.compression.norms import norms_of
+from shoal.compression.range_reader import TensorReader
 from shoal.peer.member.member import LocalMember
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.aio import task_scope
-from shoal.swarm.averaging.norm_claims import ranges as claimed_ranges
 from shoal.swarm.averaging.outcome import Committed, RoundOffer
+from shoal.swarm.averaging.results import RoundMean
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -116,7 +116,7 @@ class _Peer:
 
     async def prepare(self) -> None:
         """As a member does when it joins; its kernels are compiled before anything counts."""
-        layout = (TensorSpec(name="values", shape=(self._case.elements,), dtype="float32"),)
+        layout = (TensorSpec(name="values", shape=(self._case.elements,)),)
         model = PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=None, tokens_per_sample=1)
         await self._client.ask(model, CoordinatorToPeerModelAccepted)
         self._member.prepare_averaging(layout)
@@ -136,7 +136,7 @@ class _Peer:
         number = (await client.wait_for(lambda view: view.phase == "training")).round
         member.progress.round, member.progress.tokens_done = number, 0
         await member.send_heartbeat()
-        while not (ranges := await member.lease(1)):
+        while not (ranges := await member.lease(1, [])):
             await member.wait_for_change(client.deadlines.heartbeat_s / 4)
         member.progress.tokens_done = 1
         await member.send_heartbeat()
@@ -154,19 +154,20 @@ class _Peer:
         contribution = torch.randn(self._case.elements, generator=torch.Generator().manual_seed(number))
         expected = contribution[::_PROBE_STEP].clone()
         assert state is not None
-        norms = norms_of(contribution, claimed_ranges(self._case.elements))
-        offer = RoundOffer(number, state.version, state.digest, contribution, norms, len(ranges), ranges, None)
+        reader = TensorReader(contribution)
+        offer = RoundOffer(number, state.version, state.digest, reader, len(ranges), ranges, None)
         start_s = await asyncio.to_thread(self._pace.start)
         sent, received = self._node.meter.sent_bytes, self._node.meter.received_bytes
         await asyncio.sleep(start_s - time.monotonic())
         seen = tasks.create_task(client.see(number))
-        outcome = await member.average(offer)
+        outcome = await member.averager.average(offer)
+        assert isinstance(outcome, Committed), outcome
+        probed = await asyncio.to_thread(_decoded, outcome.mean)
         end_s = time.monotonic()
         cpu_seconds, peak_bytes = await asyncio.to_thread(self._pace.done)
         await seen
-        assert isinstance(outcome, Committed), outcome
         assert outcome.included
-        _check(outcome.mean[::_PROBE_STEP], expected)
+        _check(probed, expected)
         lap = Lap(
             end_s=end_s - start_s,
             cpu_s=cpu_seconds,
@@ -181,6 +182,12 @@ class _Peer:
         )
         self._pace.report(lap)
         self._hold(outcome.verdict.anchor_version)
+
+
+def _decoded(mean: RoundMean) -> Tensor:
+    """Decode the whole mean piece by piece, as members do, and return every so manieth value."""
+    probed = [values[-start % _PROBE_STEP :: _PROBE_STEP].clone() for start, _, values in mean.pieces()]
+    return torch.cat(probed)
 
 
 def _check(mean: Tensor, expected: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from common import console, parser, publish
 from torch import Tensor
 
+from shoal.compression.range_reader import whole_vector
 from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.training.algorithms import LocalWork, local_work
 from shoal.peer.training.inner_loop import make_inner
@@ -93,7 +94,7 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             now = min(tokens + round_tokens * step // steps, run.run.tokens)
             self.work.step(BATCH, lr_factor(run.schedule, run.run.tokens, now))
-        return self.work.contribution(anchor), steps * BATCH * CONTEXT
+        return whole_vector(self.work.contribution(anchor)), steps * BATCH * CONTEXT
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,9 @@ def simulate(speeds: tuple[int, ...], robust: str, rounds: int, seed: int, *, at
     honest, attacker = [one.peer for one in trainers], make_member(len(trainers))
     members = {one.peer: one.about for one in trainers} | {attacker.entry.peer: attacker}
     vector = ParameterVector(trainers[0].model)
-    anchor, trained = vector.read(), 0
-    state = torch.zeros(outer.slots, anchor.numel())
+    trained, values = 0, torch.zeros(1 + outer.slots, vector.elements)
+    anchor = values[0]
+    vector.read(0, vector.elements, anchor)
     past: list[CommittedRound] = []
     above, barred, longest = Counter[str](), set[str](), 0.0
     for number in range(rounds):
@@ -190,7 +192,7 @@ def simulate(speeds: tuple[int, ...], robust: str, rounds: int, seed: int, *, at
         barred |= set(suspects).intersection(honest) if number >= rounds // 2 else set()
         level = level_of(plan.members, counting(members, (one.peer for one in plan.members)), power)
         past.append(CommittedRound(number, bytes(32), weight, 1.0, (), level, plan.rho, None, suspects))
-        anchor, state = outer.step(anchor, state, mean, number)
+        outer.step_(values, mean, number)
         trained += weight
         for one in plan.members:
             members[one.peer].rounds_committed += 1

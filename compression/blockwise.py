@@ -42,11 +42,10 @@ _TILE = 1 << 18
 
 
 class Summand(NamedTuple):
-    """Weighted term of a mean: a packed vector that was checked, or the sum of two; ``weight`` is a float32."""
+    """Weighted term of a mean: a packed vector that was checked; ``weight`` is a float32."""
 
     weight: float
-    packed: Tensor | None = None
-    values: tuple[Tensor, Tensor] | None = None
+    packed: Tensor
 
 
 class Blockwise(Codec):
@@ -231,7 +230,7 @@ class Blockwise(Codec):
         return (self.bits, self.block) == (other.bits, other.block)
 
     def checked(self, packed: Packed, n: int) -> Tensor:
-        """Return ``packed`` as a read-only tensor that decodes to ``n`` values. Raises CodecError as ``decode``."""
+        """See ``Codec.checked``. Only the scales are read, unless they are unusual."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
         kernels = self.compiled(tensor.device)
         if kernels is None:
@@ -240,13 +239,10 @@ class Blockwise(Codec):
             self._checked_arrays(tensor, n, kernels)
         return tensor
 
-    def encode_mean(
-        self, summands: Sequence[Summand], factors: tuple[float, float], left: Tensor, packed: Tensor
-    ) -> float | None:
-        """Encode a mean, the sum of ``summands`` over ``factors[0]``, into ``packed``; its loss goes into ``left``.
+    def encode_mean(self, summands: Sequence[Summand], divisor: float, left: Tensor, packed: Tensor) -> float | None:
+        """Encode a mean, the sum of ``summands`` over ``divisor``, into ``packed``; its loss goes into ``left``.
 
-        Fused: every value is read once, and only the codes and the loss, times ``factors[1]``, are written. At most one
-        of the summands is not packed; all of them are on the CPU.
+        Fused: every value is read once, and only the codes and the loss are written. All summands are on the CPU.
 
         Returns a bound on the absolute values of the loss; None, with nothing done, where no kernels are compiled.
         Raises CodecError when the mean is not finite: ``left`` and ``packed`` are undefined then."""
@@ -254,15 +250,10 @@ class Blockwise(Codec):
         if kernels is None:
             return None
         left, packed = checked_out(left, left.numel(), left.device), self._room(left, packed)
-        own, values = -1, (left, left)
-        for index, summand in enumerate(summands):
-            if summand.values is not None:
-                own, values = index, summand.values
-        addresses = np.array([0 if one.packed is None else one.packed.data_ptr() for one in summands], np.int64)
+        addresses = np.array([one.packed.data_ptr() for one in summands], np.int64)
         weights = np.array([one.weight for one in summands], np.float32)
-        ours = own, *(checked_out(one, left.numel(), left.device).numpy() for one in values)
         scales, codes = self._arrays(packed, left.numel())
-        if kernels.encode_mean(addresses, weights, ours, factors, left.numpy(), scales, codes, self._how()) >= 0:
+        if kernels.encode_mean(addresses, weights, divisor, left.numpy(), scales, codes, self._how()) >= 0:
             raise CodecError("the mean holds NaN or infinity")
         return float(max(scales.max(initial=0.0), self._smallest))
 

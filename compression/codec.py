@@ -90,7 +90,8 @@ class Codec(ABC):
         ``corrected - decode(result)``, each operation rounded once. ``values`` stays as it is, and so does
         ``residual``, unless no ``left`` is given: then it is overwritten. ``packed``, ``(packed_bytes(n),) uint8``, is
         where the result goes, if not into a new tensor. Raises CodecError when ``corrected`` is not finite;
-        ``residual`` is as before then, and what ``left`` and ``packed`` hold undefined.
+        ``residual`` is as before then, and what ``left`` and ``packed`` hold undefined. ``left`` may be a view of the
+        memory of ``residual``: quicker than none, as ``residual`` is undefined after an error then.
         """
         values = checked_values(values)
         residual = checked_out(residual, values.numel(), values.device)
@@ -108,6 +109,12 @@ class Codec(ABC):
         weight = rounded_weight(weight)
         decoded = self.decode(packed, total.numel())
         checked_out(total, decoded.numel(), decoded.device).add_(decoded.mul_(weight))
+
+    def checked(self, packed: Packed, n: int) -> Tensor:
+        """Return ``packed`` as a read-only tensor that decodes to ``n`` values. Raises CodecError as ``decode``."""
+        tensor = packed_tensor(packed, self.packed_bytes(n))
+        self.decode(tensor, n, scratch("checked", n, tensor.device))
+        return tensor
 
     def compiled(self, device: torch.device) -> ModuleType | None:
         """Return its compiled kernels once they are ready, if ``device`` is the CPU; else None."""

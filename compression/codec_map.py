@@ -35,6 +35,10 @@ class CodecMap:
     def __init__(self, formats: FormatMap) -> None:
         self.formats = formats
 
+    def by_leaf(self, leaf: int) -> CodecMap:
+        """See ``FormatMap.by_leaf``."""
+        return CodecMap(self.formats.by_leaf(leaf))
+
     @property
     def kernels(self) -> Collection[str]:
         """Names of the compiled kernels that speed its codecs up, for ``loader.compile_ahead``."""
@@ -74,7 +78,7 @@ class Segmented(Codec):
         """See ``Codec.encode``."""
         values = checked_values(values)
         packed = torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-        for span, room, codec in self._spans():
+        for span, room, codec in self.spans():
             try:
                 packed[room] = codec.encode(values[span])
             except CodecError as error:
@@ -85,22 +89,44 @@ class Segmented(Codec):
         """See ``Codec.decode``."""
         packed = packed_tensor(packed, self.packed_bytes(n))
         out = torch.empty(n, device=packed.device) if out is None else checked_out(out, n, packed.device)
-        for span, room, codec in self._spans():
+        for span, room, codec in self.spans():
             codec.decode(packed[room], span.stop - span.start, out[span])
         return out
+
+    def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
+        """See ``Codec.accumulate``."""
+        packed = self.checked(packed, total.numel())  # of all segments, before the first is added
+        for span, room, codec in self.spans():
+            codec.accumulate(packed[room], total[span], weight)
+
+    def checked(self, packed: Packed, n: int) -> Tensor:
+        """See ``Codec.checked``."""
+        tensor = packed_tensor(packed, self.packed_bytes(n))
+        for span, room, codec in self.spans():
+            codec.checked(tensor[room], span.stop - span.start)
+        return tensor
 
     def squared_norm(self, packed: Packed, n: int) -> float:
         """See ``Codec.squared_norm``."""
         packed = packed_tensor(packed, self.packed_bytes(n))
-        return sum(codec.squared_norm(packed[room], span.stop - span.start) for span, room, codec in self._spans())
+        return sum(codec.squared_norm(packed[room], span.stop - span.start) for span, room, codec in self.spans())
 
-    def _spans(self) -> Iterator[tuple[slice, slice, Codec]]:
+    def spans(self) -> Iterator[tuple[slice, slice, Codec]]:
         """Yield for each segment the range of its values, the range of its bytes, and its codec."""
         at, byte = 0, 0
         for n, codec in self._segments:
             size = codec.packed_bytes(n)
             yield slice(at, at + n), slice(byte, byte + size), codec
             at, byte = at + n, byte + size
+
+
+def spans(codec: Codec, n: int) -> Iterator[tuple[slice, slice, Codec]]:
+    """Yield the range of values, the range of bytes and the codec of each segment of ``codec``; it is one if it has
+    none."""
+    if isinstance(codec, Segmented):
+        yield from codec.spans()
+    else:
+        yield slice(0, n), slice(0, codec.packed_bytes(n)), codec
 
 
 class Piece(NamedTuple):

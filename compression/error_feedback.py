@@ -8,18 +8,21 @@ Fixes SignSGD and other Gradient Compression Schemes" (arXiv:1901.09847); the de
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, checked_range, checked_values, largest_of
+from shoal.compression.codec import Codec, checked_range, largest_of
 from shoal.compression.formats import CodecError
-from shoal.compression.norms import norms_of
+from shoal.compression.norms import norms_of, norms_of_reader
+from shoal.compression.range_reader import RangeReader, TensorReader
 from shoal.compression.scratch import empty_aligned, scratch
 from shoal.compression.weighted_mean import EncodingLoss
 
+T = TypeVar("T")
 _CPU = torch.device("cpu")
 _TILE = 1 << 18
 _FAR_FROM_INFINITY = 1e38
@@ -27,50 +30,56 @@ _ROUNDED = 1.0 + 2.0**-22
 """Bound on how much a norm grows when each value is rounded to float32."""
 
 
+class _EncodedChunk(NamedTuple):
+    codec: Codec
+    packed: Tensor
+
+
 class ErrorFeedback:
-    """One peer's residual, ``(n,) float32``, and its pending residual: the one that it has if the round commits.
+    """One peer's residual, ``(n,) float32`` or ``bfloat16``, which a round replaces in place.
 
     A round::
 
         feedback.begin(contribution)                         # from now on: corrected = contribution + residual
         packed = feedback.encode_chunk(codec, start, stop)   # each chunk that somebody asks for
-        values, residual = feedback.summands(start, stop)    # chunks that go into the mean as float32 ...
-        feedback.include_exactly(start, stop, error)         # ... as a row reducer's own do, and what encoding it lost
+        feedback.include_chunk(start, stop)                  # chunks that the mean includes as encoded
         feedback.keep_chunk(start, stop)                     # chunks that the mean did not include after all
         feedback.withdraw_chunk(start, stop)                 # chunks that we do not offer again either
-        feedback.add_owner_error(start, error)               # what a mean lost that has our chunk in it as encoded
-        feedback.reserve(start, stop)                        # where an owner ...
-        left, times = feedback.error_buffer(start, stop)     # ... writes at once what its mean loses, times that,
-        feedback.include_with_written_error(start, stop, largest)  # and it was that mean that was committed,
-        feedback.include_encoded(start, stop)                # or one with our chunk in it as encoded
+        feedback.add_mean_loss(start, loss)                  # what encoding a mean lost
         feedback.commit()                                    # or discard()
 
-    Whatever is neither encoded nor included counts as not included: all of it is carried over. What encoding lost,
-    here or at the owner, is carried over times ``decay``; what a mean went without, whole. Calls for disjoint ranges
-    may run in several threads at once; ``begin``, ``commit``, ``discard`` and ``load`` may not overlap any other
-    call. At rest it holds 2 n floats, the memory of the last residual but one among them, within a round the
-    contribution, too.
+    Encoding a chunk replaces its residual by what encoding lost, and keeps the bytes until the round's end. They are
+    the undo log: what was lost and the decoded bytes add up to the corrected chunk again, and that minus the
+    contribution is the residual of before, to within the rounding of float32. The contribution is read by range, so
+    nothing of its size is copied.
+
+    Whatever is neither encoded nor settled counts as not included: all of it is carried over. What encoding lost, here
+    or at the owner, is carried over times ``decay``; what a mean went without, whole. Calls for disjoint ranges may run
+    in several threads at once; ``begin``, ``commit``, ``discard``, ``scale`` and ``load`` may not overlap any other
+    call. Ranges are chunks, of up to 2**20 values, the same ones throughout a round.
+
+    In bfloat16, values are rounded stochastically: rounded to nearest, a residual would stop growing where a
+    contribution is below half of its last bit, and that contribution would never reach a mean.
     """
 
-    def __init__(self, n: int, decay: float = 1.0) -> None:
+    def __init__(self, n: int, decay: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
         if not 0.0 <= decay <= 1.0:
             raise CodecError(f"the decay of a residual is from 0 to 1, not {decay}")
-        self._residual = empty_aligned(n).zero_()
-        self._spare: Tensor | None = None
+        assert dtype in (torch.float32, torch.bfloat16)
+        self._residual = empty_aligned(n).zero_() if dtype == torch.float32 else torch.zeros(n, dtype=dtype)
         # No value of the residual is larger: what spares a look at all of them in every round.
         self._bound = 0.0
         self._decay = float(np.float32(decay))
-        self._norms: tuple[Tensor, list[float]] | None = None  # of which residual
-        self._contribution: Tensor | None = None
-        self._pending: Tensor | None = None
+        self._norms: tuple[int, list[float]] | None = None  # after how many changes
+        self._contribution: RangeReader | None = None
+        self._encoded: dict[tuple[int, int], _EncodedChunk] = {}
         self._settled: set[tuple[int, int]] = set()
-        self._reserved: list[tuple[int, int]] = []
-        self._codecs: dict[tuple[int, int], Codec] = {}  # of what was encoded: what is reserved is encoded again
+        self._changes = 0
+        self._turns = 0  # rounds begun and scalings: each rounds stochastically with draws of its own
 
     @property
     def residual(self) -> Tensor:
-        """The residual, ``(n,) float32``, as of the last commit: to be copied before the next ``begin``, ``scale`` or
-        ``load``, and not to be changed."""
+        """The residual, ``(n,)``, as of the last commit: not within a round, and not to be changed."""
         return self._residual
 
     @property
@@ -81,21 +90,37 @@ class ErrorFeedback:
     def residual_norms(self, ranges: Sequence[tuple[int, int]]) -> list[float]:
         """The norms of the residual in ``ranges``, the same in every call; cached until the residual changes.
 
-        For any thread; not while ``scale`` or ``commit`` runs."""
-        measured, residual = self._norms, self._residual
-        if measured is None or measured[0] is not residual:
-            self._norms = measured = residual, norms_of(residual, ranges)
+        For any thread; not while ``scale`` or ``commit`` runs, nor from a round's first ``encode_chunk`` to its end."""
+        measured, changes = self._norms, self._changes
+        if measured is None or measured[0] != changes:
+            is_exact = self._residual.dtype == torch.float32
+            whole = TensorReader(self._residual)
+            norms = norms_of(self._residual, ranges) if is_exact else norms_of_reader(whole, ranges)
+            self._norms = measured = changes, norms
         return measured[1]
 
-    def load(self, residual: Tensor) -> None:
-        """Start from a copy of ``residual``, ``(n,) float32``, as saved earlier; not within a round.
+    def load(self, fill: Callable[[Tensor], T]) -> T:
+        """Start from a residual that was saved earlier, which ``fill`` writes into the memory of this one, ``(n,)``;
+        return what it returns. Not within a round.
 
-        Raises CodecError when it holds NaN or infinity.
-        """
+        Raises CodecError when it holds NaN or infinity, and what ``fill`` raises; the residual is zeros then."""
         assert not self.in_round
-        low, high = checked_range(residual)
+        try:
+            result = fill(self._residual)
+            low, high = checked_range(self._residual)
+        except BaseException:
+            self.reset()
+            raise
         self._bound = max(-low, high)
-        self._residual = self._checked(residual).clone()
+        self._changes += 1
+        return result
+
+    def reset(self) -> None:
+        """Drop the residual, and the round if there is one."""
+        self._end()
+        self._residual.zero_()
+        self._bound = 0.0
+        self._changes += 1
 
     def scale(self, factor: float) -> None:
         """Multiply the residual by ``factor``, not within a round, when its loss counts with another weight now.
@@ -106,12 +131,16 @@ class ErrorFeedback:
             self._bound = largest_of(self._residual)
             checked_range(torch.tensor([self._bound * abs(factor)], dtype=torch.float32))
         self._bound *= abs(factor)
-        self._residual.mul_(factor)
-        if self._norms is not None:
-            self._norms = self._norms[0], [norm * abs(factor) * _ROUNDED for norm in self._norms[1]]
+        self._turns += 1
+        for start, stop in _tiles(0, self._residual.numel()):
+            self._store(start, stop, self._loaded(start, stop).mul_(factor))
+        before, norms = self._norms or (None, [])
+        if before == self._changes and self._residual.dtype == torch.float32:
+            self._norms = self._changes + 1, [norm * abs(factor) * _ROUNDED for norm in norms]
+        self._changes += 1
 
-    def begin(self, contribution: Tensor, largest: float | None = None) -> None:
-        """Begin a round with ``contribution``, ``(n,) float32``, which nobody may change before the round's end.
+    def begin(self, contribution: RangeReader, largest: float | None = None) -> None:
+        """Begin a round with ``contribution``, (n,), whose values stay the same until the round's end.
 
         ``largest``: a bound on its absolute values, NaN if it holds one; None to measure it.
 
@@ -119,181 +148,158 @@ class ErrorFeedback:
         then, and the residual is as it was.
         """
         assert not self.in_round, "the round before was neither committed nor discarded"
-        contribution = self._checked(contribution)
-        largest = largest_of(contribution) if largest is None else largest
-        if not largest + self._bound < _FAR_FROM_INFINITY:  # NaN is not either
-            self._check_sum(contribution)
+        assert contribution.elements == self._residual.numel(), "the residual has another length"
+        if largest is None or not largest + self._bound < _FAR_FROM_INFINITY:  # NaN is not either
+            largest = self._checked_sum(contribution)
             self._bound = largest_of(self._residual)
         # Whatever a codec makes of the sum, it loses no more than twice its largest value.
         self._bound = 2.0 * (largest + self._bound)
-        self._pending = empty_aligned(contribution.numel()) if self._spare is None else self._spare
-        self._spare = None
         self._contribution = contribution
-        self._settled.clear()
-        self._reserved.clear()
-        self._codecs.clear()
+        self._turns += 1
 
-    def reserve(self, start: int, stop: int) -> None:
-        """Reserve the pending residual of [start, stop) for writes through ``error_buffer``, from any thread.
+    def _checked_sum(self, contribution: RangeReader) -> float:
+        """Return the largest absolute value of the contribution; checks every value.
 
-        ``encode_chunk`` does not touch it from then on, and what it wrote there before does not count."""
-        self._reserved.append((start, stop))
-        self._settled = {one for one in self._settled if not start <= one[0] < stop}
-
-    def _check_sum(self, contribution: Tensor) -> None:
-        """Raise CodecError when contribution + residual holds NaN or infinity; checks every value."""
-        for start in range(0, contribution.numel(), _TILE):
-            corrected = contribution[start : start + _TILE] + self._residual[start : start + _TILE]
+        Raises CodecError when contribution + residual holds NaN or infinity."""
+        largest = 0.0
+        for start, stop in _tiles(0, contribution.elements):
+            brought = _read(contribution, start, stop)
+            largest = max(largest, largest_of(brought))
+            corrected = brought.add_(self._residual[start:stop])
             low, high = torch.aminmax(corrected)
             if not (math.isfinite(float(low)) and math.isfinite(float(high))):
                 at = int(torch.isfinite(corrected).logical_not_().to(torch.uint8).argmax())
                 value = float(corrected[at])
                 raise CodecError(f"contribution and residual add up to NaN or infinity: {value} at {start + at}")
+        return largest
 
-    def summands(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Contribution and residual in [start, stop), ``(stop - start,) float32`` each: read-only, to be added up."""
-        contribution, residual, _ = self._chunk(start, stop)
-        return contribution, residual
+    def encode_chunk(self, codec: Codec, start: int, stop: int, room: Callable[[int], Tensor] | None = None) -> Tensor:
+        """Return corrected[start:stop] encoded, ``(packed_bytes(stop - start),) uint8``; not to be changed.
 
-    def encode_chunk(self, codec: Codec, start: int, stop: int, packed: Tensor | None = None) -> Tensor:
-        """Encode corrected[start:stop] into ``packed``, ``(packed_bytes(stop - start),) uint8``, or a new tensor.
+        Encoded once and kept: another call returns the same bytes. ``room``: returns memory for so many bytes. Raises
+        CodecError, and drops the chunk's residual, when the contribution has changed and is not finite any more."""
+        kept = self._encoded.get((start, stop))
+        if kept is None:
+            size = codec.packed_bytes(stop - start)
+            packed = torch.empty(size, dtype=torch.uint8) if room is None else room(size)
+            residual = self._loaded(start, stop)
+            try:
+                # Into the residual's own memory, without a look at all sums before: ``begin`` knows that they are
+                # finite.
+                codec.encode_residual(_read(self._begun, start, stop), residual, residual.view(-1), packed)
+            except CodecError:  # the contribution has changed
+                self._store(start, stop, residual.zero_())
+                raise
+            self._store(start, stop, residual)
+            kept = self._encoded[start, stop] = _EncodedChunk(codec, packed)
+        return kept.packed
 
-        The loss becomes pending, except in reserved ranges.
-
-        Encoding the same range again gives the same bytes.
-        """
-        self._codecs[start, stop] = codec
-        if any(first <= start < last for first, last in self._reserved):
-            contribution, residual, _ = self._chunk(start, stop)
-            return codec.encode_residual(contribution, residual, scratch("aside", stop - start, _CPU), packed)
-        return self._encode(codec, start, stop, packed)
-
-    def _encode(self, codec: Codec, start: int, stop: int, packed: Tensor | None = None) -> Tensor:
-        contribution, residual, pending = self._chunk(start, stop)
-        packed = codec.encode_residual(contribution, residual, pending, packed)
-        if self._decay != 1.0:
-            pending.mul_(self._decay)
-        self._settled.add((start, stop))
-        return packed
-
-    def include_encoded(self, start: int, stop: int, factor: float = 1.0) -> None:
+    def include_chunk(self, start: int, stop: int, factor: float = 1.0) -> None:
         """Record that the mean includes corrected[start:stop] as ``encode_chunk`` packed it, times ``factor``.
 
-        The loss of encoding, times ``factor``, is pending then. Does nothing where no chunk was encoded."""
-        codec = self._codecs.get((start, stop))
-        if codec is not None and (start, stop) not in self._settled:
-            self._encode(codec, start, stop)
-        if factor != 1.0 and (start, stop) in self._settled:
-            self._chunk(start, stop)[2].mul_(factor)
-
-    def error_buffer(self, start: int, stop: int) -> tuple[Tensor, float]:
-        """The buffer for the loss of a mean in a reserved range, ``(stop - start,) float32``, and a factor.
-
-        The owner writes its loss there, times that factor and ``times`` as in ``add_owner_error``."""
-        return self._chunk(start, stop)[2], self._decay
-
-    def include_with_written_error(self, start: int, stop: int, largest: float) -> None:
-        """Record that the mean includes corrected[start:stop] exactly; its loss is in ``error_buffer`` already.
-
-        ``largest`` bounds the absolute values of the loss. Raises CodecError, and leaves zeros, if it is not finite."""
-        _, _, pending = self._chunk(start, stop)
-        self._settled.add((start, stop))
-        if not largest + self._bound < _FAR_FROM_INFINITY:
-            try:
-                low, high = checked_range(pending)
-            except CodecError:
-                pending.zero_()
-                raise
-            largest = max(-low, high)
-        self._bound += largest
-
-    def include_exactly(self, start: int, stop: int, error: EncodingLoss | None = None, times: float = 1.0) -> None:
-        """Record that the mean includes corrected[start:stop] exactly, as an owner's own chunk: nothing is pending.
-
-        ``error``: the loss of the mean, if we encoded it, ``times`` over: see ``add_owner_error``. Raises CodecError,
-        and leaves zeros, when that is not finite."""
-        _, _, pending = self._chunk(start, stop)
-        self._settled.add((start, stop))
-        if error is None:
-            pending.zero_()
-            return
-        try:
-            torch.mul(error.values, self._admitted(error, times), out=pending)
-        except CodecError:
-            pending.zero_()
-            raise
+        The loss of encoding, times ``factor``, stays then. Does nothing where no chunk was encoded."""
+        if (start, stop) in self._encoded:
+            self._settled.add((start, stop))
+            if (factor := factor * self._decay) != 1.0:
+                self._store(start, stop, self._loaded(start, stop).mul_(factor))
 
     def keep_chunk(self, start: int, stop: int) -> None:
-        """Record that the mean does not include corrected[start:stop], or is void there: all of it is pending."""
-        contribution, residual, pending = self._chunk(start, stop)
-        torch.add(contribution, residual, out=pending)
+        """Record that the mean does not include corrected[start:stop], or is void there: all of it is carried over."""
         self._settled.add((start, stop))
+        residual = self._loaded(start, stop)
+        if (encoded := self._encoded.get((start, stop))) is not None:
+            encoded.codec.accumulate(encoded.packed, residual, 1.0)
+        else:
+            residual.add_(_read(self._begun, start, stop))
+        self._store(start, stop, residual)
 
     def withdraw_chunk(self, start: int, stop: int) -> None:
-        """Withdraw the contribution in [start, stop): the residual from before is pending, whole."""
-        _, residual, pending = self._chunk(start, stop)
-        pending.copy_(residual)
+        """Withdraw the contribution in [start, stop): the residual from before stays, whole."""
         self._settled.add((start, stop))
+        if (encoded := self._encoded.get((start, stop))) is not None:
+            residual = self._loaded(start, stop)
+            encoded.codec.accumulate(encoded.packed, residual, 1.0)
+            self._store(start, stop, residual.sub_(_read(self._begun, start, stop)))
 
-    def add_owner_error(self, start: int, error: EncodingLoss, times: float = 1.0) -> None:
-        """Add ``times * error`` to the pending residual from ``start`` on.
+    def add_mean_loss(self, start: int, loss: EncodingLoss, times: float = 1.0) -> None:
+        """Add ``times * loss`` to the residual from ``start`` on, within one chunk.
 
-        The owner of a mean passes (mean - decoded mean), and as ``times`` the total weight of the mean over its own
-        weight, which is the unit of its contribution. Its next contribution then makes up for the loss.
-        To be called once a mean, after the range's encode_chunk, include_exactly or keep_chunk, each of which
-        overwrites it. Raises CodecError, and adds nothing, when the sum holds NaN or infinity.
+        Who made a mean passes (mean - decoded mean), and as ``times`` the total weight of the mean over its own weight,
+        which is the unit of its contribution. Its next contribution then makes up for the loss. To be called once a
+        mean, after the chunk was settled. Raises CodecError, and adds nothing, when the sum holds NaN or infinity.
         """
-        _, _, pending = self._chunk(start, start + error.values.numel())
-        pending.add_(error.values, alpha=self._admitted(error, times, pending))
-
-    def _admitted(self, error: EncodingLoss, times: float, pending: Tensor | None = None) -> float:
-        """Return the factor of ``error`` when it is added to ``pending``, or to nothing.
-
-        Raises CodecError when the sum would not be finite."""
         times *= self._decay
-        largest = error.largest * abs(times)
+        stop = start + loss.values.numel()
+        residual, largest = self._loaded(start, stop), loss.largest * abs(times)
         if not largest + self._bound < _FAR_FROM_INFINITY:
-            product = checked_values(error.values) * times
-            low, high = checked_range(product if pending is None else pending + product)
-            largest = max(-low, high)
+            low, high = checked_range(residual + loss.values * times)
+            self._bound, largest = 0.0, max(self._bound, -low, high)
         self._bound += largest
-        return times
+        self._store(start, stop, residual.add_(loss.values, alpha=times))
 
     def commit(self) -> None:
-        """End a committed round: the pending residual becomes the residual."""
-        assert self._pending is not None, "no round has begun"
-        for start, stop in list(self._unsettled(self._pending.numel())):
-            self.keep_chunk(start, stop)
-        self._spare, self._residual = self._residual, self._pending
-        self._contribution = self._pending = self._norms = None
+        """End a committed round: what encoding lost and what was not included is carried over."""
+        for start, stop in list(self._encoded.keys() - self._settled):
+            self.include_chunk(start, stop)
+        for gap in list(self._unsettled()):
+            for start, stop in _tiles(*gap):
+                self.keep_chunk(start, stop)
+        self._end()
+        self._changes += 1
 
     def discard(self) -> None:
-        """End an aborted round: the residual stays as before ``begin``; the contribution is offered again.
+        """End an aborted round: the residual is as before ``begin``, to within rounding; the contribution is offered
+        again.
 
-        Without a round it does nothing.
+        Without a round it does nothing. Chunks that were settled stay so: only a verdict settles them.
         """
-        if self._pending is not None:
-            self._spare = self._pending
-        self._contribution = self._pending = None
+        for start, stop in list(self._encoded.keys() - self._settled):
+            self.withdraw_chunk(start, stop)
+        self._end()
+        self._changes += 1
 
-    def _unsettled(self, n: int) -> Iterator[tuple[int, int]]:
+    def _end(self) -> None:
+        self._contribution = None
+        self._encoded.clear()
+        self._settled.clear()
+
+    def _unsettled(self) -> Iterator[tuple[int, int]]:
         """Yield the ranges of which nothing was recorded."""
         at = 0
         for start, stop in sorted(self._settled):
             if start > at:
                 yield at, start
             at = max(at, stop)
-        if at < n:
-            yield at, n
+        if at < self._residual.numel():
+            yield at, self._residual.numel()
 
-    def _checked(self, vector: Tensor) -> Tensor:
-        assert vector.numel() == self._residual.numel(), "the residual has another length"
-        return checked_values(vector)
+    @property
+    def _begun(self) -> RangeReader:
+        assert self._contribution is not None, "no round has begun"
+        return self._contribution
 
-    def _chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of contribution, residual and pending residual in [start, stop)."""
-        contribution, pending = self._contribution, self._pending
-        assert contribution is not None, "no round has begun"
-        assert pending is not None
-        assert 0 <= start <= stop <= contribution.numel(), (start, stop, contribution.numel())
-        return contribution[start:stop], self._residual[start:stop], pending[start:stop]
+    def _loaded(self, start: int, stop: int) -> Tensor:
+        """Return the residual in [start, stop), ``(stop - start,) float32``, to be changed and given to ``_store``."""
+        assert 0 <= start <= stop <= self._residual.numel(), (start, stop, self._residual.numel())
+        kept = self._residual[start:stop]
+        return kept if kept.dtype == torch.float32 else scratch("residual", stop - start, _CPU).copy_(kept)
+
+    def _store(self, start: int, stop: int, values: Tensor) -> None:
+        """Store what was changed of ``_loaded``."""
+        if self._residual.dtype == torch.float32:
+            return  # it is the memory itself
+        draws = np.random.Generator(np.random.SFC64([self._turns, start])).bytes(2 * (stop - start))
+        # Added to the bits that are cut off, they carry over with the probability of the fraction, whatever the sign.
+        values.view(torch.int32).add_(torch.from_numpy(np.frombuffer(draws, np.uint16).astype(np.int32)))
+        self._residual[start:stop].view(torch.int16).copy_(values.view(torch.int16)[1::2])
+
+
+def _read(reader: RangeReader, start: int, stop: int) -> Tensor:
+    values = scratch("brought", stop - start, _CPU)
+    reader.read(start, stop, values)
+    return values
+
+
+def _tiles(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for at in range(start, stop, _TILE):
+        yield at, min(at + _TILE, stop)

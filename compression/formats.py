@@ -6,6 +6,7 @@ A run file names a format. To check a run file or to plan a round, this module i
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import sys
@@ -333,6 +334,7 @@ class FormatMap:
         self.n = 0
         self.formats: list[CodecFormat] = []
         self._starts: list[int] = []
+        self._leaf = sys.maxsize
         for count, form in runs:
             if count and (not self.formats or self.formats[-1] is not form):
                 self._starts.append(self.n)
@@ -343,6 +345,14 @@ class FormatMap:
     def uniform(cls, form: CodecFormat) -> FormatMap:
         """One format for any number of values."""
         return cls([(sys.maxsize, form)])
+
+    def by_leaf(self, leaf: int) -> FormatMap:
+        """The same formats, packed leaf by leaf: a range's bytes are those of its leaves, one after the other.
+
+        Leaves begin at multiples of ``leaf`` values, so the bytes of a leaf do not depend on the range it is in."""
+        one = copy.copy(self)
+        one._leaf = leaf
+        return one
 
     @property
     def max_chunk_values(self) -> int:
@@ -369,12 +379,13 @@ class FormatMap:
         segments = []
         at = bisect_right(self._starts, start) - 1
         while start < stop:
-            end = min(stop, self._starts[at + 1] if at + 1 < len(self._starts) else self.n)
+            run_end = self._starts[at + 1] if at + 1 < len(self._starts) else self.n
+            end = min(stop, run_end, (start // self._leaf + 1) * self._leaf)
             form = self.formats[at]
             if isinstance(form, TopKFormat) and members is not None:
                 form = form.widened(members)
             segments.append((end - start, form))
-            start, at = end, at + 1
+            start, at = end, at + (end == run_end)
         return segments[0][1] if len(segments) == 1 else SegmentedFormat(tuple(segments))
 
 

@@ -48,8 +48,3 @@ def empty_aligned(n: int) -> Tensor:
     room = np.empty(4 * n + _LINE_BYTES, np.uint8)
     lead = -room.ctypes.data % _LINE_BYTES
     return torch.from_numpy(room[lead : lead + 4 * n].view(np.float32))
-
-
-def empty_aligned_like(tensor: Tensor) -> Tensor:
-    """Return ``torch.empty_like`` of a contiguous float32 tensor, on the CPU from ``empty_aligned``."""
-    return empty_aligned(tensor.numel()).view(tensor.shape) if tensor.device.type == "cpu" else torch.empty_like(tensor)

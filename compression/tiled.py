@@ -115,6 +115,13 @@ class TiledCodec(Codec):
             self._unpack_tile(tile, values[tile.start : tile.stop])
         return out
 
+    def checked(self, packed: Packed, n: int) -> Tensor:
+        """See ``Codec.checked``."""
+        tensor = packed_tensor(packed, self.packed_bytes(n))
+        for tile in self._tiles(tensor, n):
+            self._check(tile.scales, tile.codes)
+        return tensor
+
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
         """See ``Codec.accumulate``."""
         n, weight = total.numel(), rounded_weight(weight)

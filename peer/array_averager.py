@@ -23,47 +23,52 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.compression.range_reader import RangeReader, TensorReader
+from shoal.compression.scratch import zeros
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Readiness, Session
 from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.training.tensor_sequence import TensorSequence
 from shoal.swarm.errors import UserError
 
 
 class _Arrays(nn.Module):
-    """Model with the arrays' names and shapes; its values, the run's anchor, are not used."""
+    """Model with the arrays' names and shapes, of zeros that take no memory; the run's anchor is not kept in it."""
 
     def __init__(self, like: Mapping[str, Any]) -> None:
         super().__init__()
         for name, array in like.items():
             shape = array.shape if isinstance(array, Tensor) else np.shape(array)
             # A parameter's name may not contain a dot.
-            self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.zeros(tuple(shape))))
+            self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.zeros(()).expand(tuple(shape))))
 
 
 class _GivenArrays:
     """Local work that contributes given arrays instead of training (a ``LocalWork``)."""
 
     def __init__(self, vector: ParameterVector) -> None:
-        self._vector = vector
-        self.values: Tensor | None = None
+        self._elements = vector.elements
+        self.arrays: TensorSequence | None = None
 
     def step(self, samples: int, lr_factor: float) -> None:
         """Do nothing, because the arrays are given."""
 
-    def contribution(self, anchor: Tensor) -> Tensor:
-        return torch.zeros_like(anchor) if self.values is None else self.values.clone()
+    def contribution(self, anchor: Tensor) -> RangeReader:
+        if self.arrays is None:
+            return TensorReader(zeros(self._elements))
+        self.arrays.wait_for_device()
+        return self.arrays
 
     def reset_optimizer(self) -> None:
         """Do nothing, because the caller has its own optimizer."""
 
     def restart_from(self, anchor: Tensor) -> None:
         """Keep the given arrays, which are offered again until a mean contains them."""
-        self._vector.write(anchor)
 
     def continue_from(self, anchor: Tensor) -> None:
-        self.restart_from(anchor)
+        """Keep the given arrays, as ``restart_from``."""
 
 
 class ArrayAverager:
@@ -118,7 +123,7 @@ class ArrayAverager:
         """
         if weight < 1:
             raise UserError(f"weight: expected 1 or more, not {weight}")
-        self._work.values, self._mean = self._flat(arrays), None
+        self._work.arrays, self._mean = self._checked(arrays), None
         session, samples = self._session, self._session.samples
         while self._mean is None:
             readiness = session.settle()
@@ -157,18 +162,18 @@ class ArrayAverager:
         if included:
             self._mean = mean
 
-    def _flat(self, arrays: Mapping[str, Any]) -> Tensor:
+    def _checked(self, arrays: Mapping[str, Any]) -> TensorSequence:
         if list(arrays) != self._names:
             raise UserError(f"arrays: expected {', '.join(self._names)} in this order, not {', '.join(arrays)}")
-        pieces = []
+        tensors = []
         for (name, array), shape in zip(arrays.items(), self._shapes, strict=True):
-            tensor = array.detach().cpu() if isinstance(array, Tensor) else torch.from_numpy(np.array(array))
+            tensor = array.detach() if isinstance(array, Tensor) else _tensor_of(np.asarray(array))
             if tuple(tensor.shape) != shape:
                 raise UserError(f"{name}: expected the shape {shape}, not {tuple(tensor.shape)}")
             if not bool(torch.isfinite(tensor).all()):
                 raise UserError(f"{name}: holds NaN or infinity, which cannot be averaged")
-            pieces.append(tensor.to(torch.float32).reshape(-1))
-        return torch.cat(pieces)
+            tensors.append(tensor)
+        return TensorSequence(tensors)
 
     def _named(self, mean: Tensor, arrays: Mapping[str, Any]) -> dict[str, Any]:
         named, at = {}, 0
@@ -177,3 +182,10 @@ class ArrayAverager:
             named[name] = values if isinstance(array, Tensor) else values.numpy()
             at += math.prod(shape)
         return named
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor that shares the array's memory, or a copy where torch cannot: read-only or reversed arrays."""
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    return torch.from_numpy(array)

@@ -68,7 +68,7 @@ PEER_EVENTS: Mapping[str, EventKind] = {
         "this peer holds the state that the run has agreed on, and trains from it",
         {
             "anchor_version": "its version",
-            "digest": "SHA-256 of the state",
+            "digest": "digest of the state",
             "residual": "whether this peer's own state came back with it",
             "checkpoint": "round of the checkpoint that it came from",
             "caught_up": "rounds that were applied to that checkpoint",
@@ -83,7 +83,7 @@ PEER_EVENTS: Mapping[str, EventKind] = {
             "tokens": "committed tokens of the run so far",
             "members": "number of peers in the round",
             "included": "whether this peer's work is in the mean",
-            "digest": "SHA-256 of the state after it",
+            "digest": "digest of the state after it",
             **_TRAFFIC,
         },
     ),
@@ -91,7 +91,7 @@ PEER_EVENTS: Mapping[str, EventKind] = {
     "resync": EventKind("this peer drops its local work and starts again from the anchor", {"reason": "why"}),
     "diverged": EventKind(
         "training from this anchor gives no finite numbers here; the coordinator is asked whether it is so for all",
-        {"anchor_version": "version of the anchor", "digest": "SHA-256 of its state"},
+        {"anchor_version": "version of the anchor", "digest": "digest of its state"},
     ),
     "span": EventKind(
         "this peer has entered stages of a pipeline",
@@ -110,7 +110,7 @@ PEER_EVENTS: Mapping[str, EventKind] = {
         {
             **_TRAFFIC,
             "anchor_version": "version of the state that it held last",
-            "digest": "SHA-256 of that state",
+            "digest": "digest of that state",
             "held": "the same by stage, for a pipeline",
             "tokens_trained": "tokens that it has trained",
         },
@@ -120,12 +120,37 @@ PEER_EVENTS: Mapping[str, EventKind] = {
 HOST_EVENTS: Mapping[str, EventKind] = {
     "member_joined": EventKind(
         "a peer was admitted",
-        {"peer": "its id", "name": "its name", "role": "trainer, contributor or validator", "device": "its device"},
+        {
+            "peer": "its id",
+            "name": "its name",
+            "role": "trainer, contributor or validator",
+            "device": "its device",
+            "invite": "id of the invite that let it in; absent where it was known already, or needed none",
+        },
     ),
     "member_lost": EventKind(
         "a peer is a member no more",
         {"peer": "its id", "reason": "why", "trouble": "what the peer itself says is wrong"},
     ),
+    "invite_made": EventKind(
+        "the host has made an invite",
+        {
+            "invite": "its id",
+            "role": "the most that it admits to: trainer, contributor or observer",
+            "uses": "identities that may join by it; 0 for any number",
+            "expires_s": "when it ends, in seconds since 1970 (UTC); 0 for never",
+            "note": "the host's remark",
+        },
+    ),
+    "invite_revoked": EventKind("an invite lets nobody new in any more", {"invite": "its id"}),
+    "member_kicked": EventKind(
+        "the host has removed a member, which may join again", {"peer": "its id", "note": "the host's remark"}
+    ),
+    "peer_banned": EventKind(
+        "the host has banned an identity",
+        {"peer": "its id", "network": "the network that is banned with it, or empty", "note": "the host's remark"},
+    ),
+    "peer_allowed": EventKind("the host has lifted a ban, or has put an identity on its list", {"peer": "its id"}),
     "round_closing": EventKind("a round takes no more work", {"round": "number of the round"}),
     "round_reopened": EventKind(
         "a closing round takes work again, as some was lost or is missing", {"round": "number of the round"}
@@ -146,7 +171,7 @@ HOST_EVENTS: Mapping[str, EventKind] = {
         {
             **_VERDICT,
             "from_version": "version that the run had before",
-            "digest": "SHA-256 of the state that it went back to",
+            "digest": "digest of the state that it went back to",
             "vouched_round": "round whose verdict vouches for that state",
             "keepers": "ids of the peers that have it",
             "suspects": "ids of the peers whose work was in a divergence",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -14,11 +17,11 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def parse_memory(text: str) -> int:
-    """Convert a size such as ``8G``, ``500M`` or ``1.5 GiB`` to bytes. Raises ``DeviceError``."""
+def parse_memory(text: str, option: str = "--max-memory") -> int:
+    """Convert an option's size, such as ``8G``, ``500M`` or ``1.5 GiB``, to bytes. Raises ``DeviceError``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
-        raise DeviceError(f"--max-memory {text}: expected a size such as 8G or 500M")
+        raise DeviceError(f"{option} {text}: expected a size such as 8G or 500M")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -37,6 +40,24 @@ def free_machine_bytes() -> int:
     """Return the bytes that programs can use without swapping, within the limit of this container, if any."""
     free, limit = int(psutil.virtual_memory().available), _free_in_cgroup()
     return free if limit is None else min(free, limit)
+
+
+def return_freed_memory() -> None:
+    """Return memory that this process has freed to the system, where its allocator keeps it: glibc's.
+
+    A round and the local work take blocks of other sizes, so what one leaves behind does not fit the other and would
+    add up to several times the model. For a worker thread: it takes some milliseconds."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library
+        return None
 
 
 def _free_in_cgroup() -> int | None:

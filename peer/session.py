@@ -7,6 +7,8 @@
             loss = loss_fn(model, batch)
             loss.backward()
             session.step(loss)
+
+``stepped`` is for loops that step their optimizer themselves.
 """
 
 from __future__ import annotations
@@ -28,15 +30,28 @@ from shoal.peer.member.round_deadline import Attention, attention, is_due, least
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.options import SessionOptions
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
-from shoal.peer.training.data import DataAbout, Dataset, LeasedSamples, fingerprint, run_order, take_batch
+from shoal.peer.training.algorithms import OwnLoop
+from shoal.peer.training.data import (
+    DataAbout,
+    Dataset,
+    LeasedSamples,
+    SampleOrder,
+    fingerprint,
+    run_order,
+    take_batch,
+)
+from shoal.peer.training.leased_loader import Collate, LeasedLoader, check_is_no_worker
 from shoal.peer.training.lr_schedule import run_lr_factor
 from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.rounds import RunView
-from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.run_file import RunFile, ScheduleSection, unused_inner_settings
 
 log = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2
+
+_MOST_IN_HAND = 256
+"""Batches that a loop may take without a step. Loops fetch ahead and accumulate, and some forget to call ``step``."""
 
 
 class Readiness(Enum):
@@ -52,8 +67,9 @@ class Readiness(Enum):
 class Session:
     """Member of a run, made with ``join``; a context manager that leaves the run at its end.
 
-    Train on ``batches`` and call ``step`` after each. One thread trains; ``view``, ``snapshot`` and ``request_stop``
-    may be used from any thread. ``peer``: this peer's id; ``run_file``: the run's validated run file.
+    Train on ``batches`` and call ``step`` after each, or ``stepped`` after each step of your own. One thread trains;
+    ``view``, ``snapshot`` and ``request_stop`` may be used from any thread. ``peer``: this peer's id; ``run_file``: the
+    run's validated run file.
     """
 
     def __init__(self, connection: RunConnection) -> None:
@@ -68,6 +84,7 @@ class Session:
         self._emit = connection.emit
         self._stopping = False
         self._timer = StepTimer()
+        self._schedule_is_watched = False
         self._replica_or_none: TrainingReplica | None = None
 
     @classmethod
@@ -76,6 +93,7 @@ class Session:
 
         ``device``: name of the torch device, for other members to read. Raises as ``join``.
         """
+        check_is_no_worker()
         return cls(RunConnection(invite, options or SessionOptions(), device))
 
     @classmethod
@@ -86,12 +104,14 @@ class Session:
         model: nn.Module,
         inner_optimizer: Optimizer | None = None,
         options: SessionOptions | None = None,
+        clip_norm: float | None = None,
     ) -> Session:
         """Join the run and load its anchor into the model.
 
-        ``invite``: the URL that the host printed; ``model``: on its device, with float32 parameters; the order, names
-        and shapes of its trainable ones must be the run's; ``inner_optimizer``: over the model's parameters, required
-        by the algorithm ``diloco``. Blocks until the state is here.
+        ``invite``: the URL that the host printed; ``model``: on its device; the order, names and shapes of its
+        trainable parameters must be the run's; ``inner_optimizer``: over the model's parameters, required by the
+        algorithm ``diloco``; its learning rates are yours to change, and the run's schedule is ``lr_factor``;
+        ``clip_norm``: norm to which ``step`` clips the gradients, by default none. Blocks until the state is here.
 
         Raises ``UserError`` for an invite, options or an optimizer that do not fit, ``Unreachable`` if no coordinator
         answers, ``NotAdmitted`` if it refuses this peer, ``ModelMismatch`` if the model is not the run's, ``RunEnded``.
@@ -99,7 +119,8 @@ class Session:
         device = next(model.parameters()).device
         session = cls.connect(invite, options, str(device))
         try:
-            session.start(TrainingSetup(model, inner_optimizer))
+            session._warn_of_unused_settings(inner_optimizer)
+            session.start(TrainingSetup(model, inner_optimizer, own_loop=OwnLoop(clip_norm)))
         except BaseException:
             session.close()
             raise
@@ -138,39 +159,163 @@ class Session:
 
         ``dataset``: map-style (``len`` and ``[i]``), the same on every peer. ``torch.utils.data.default_collate`` makes
         batches, or the dataset's own ``batch(indices)`` with (b,) int64 indices. A batch has ``inner.batch_samples``
-        samples or fewer. Raises ``CorpusError`` if the data is not the run's, ``UserError`` if ``step`` was not called
-        after a batch, ``Diverged``, and the error that ended the connection.
+        samples or fewer. Several may be taken before their step; a sample counts as trained when ``step`` or
+        ``stepped`` says so, in the order of the batches. Raises ``CorpusError`` if the data is not the run's,
+        ``UserError`` if the steps do not come, ``Diverged``, and the error that ended the connection.
         """
-        replica, samples, length = self._replica, self._replica.samples, len(dataset)
+        samples, order = self.samples, self._order_of(dataset)
+        samples.put_back()
+        batch_samples = self.run_file.inner.batch_samples
+        while self._next_range(batch_samples):
+            while (bounds := samples.next_batch(batch_samples)) is not None:
+                self._timer.start()
+                yield take_batch(dataset, order.indices(*bounds))
+                self._check_steps_come()
+                if self._stopping or self.view.phase == "ended":
+                    break
+
+    def loader(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Collate | None = None,
+        pin_memory: bool = False,
+    ) -> Iterator[Any]:
+        """Iterate as ``batches`` over what torch's ``DataLoader`` makes of the leased samples.
+
+        Each worker loads two batches ahead. ``batch_size``: by default ``inner.batch_samples``; ``num_workers``:
+        processes that load samples, started by ``forkserver`` or ``spawn``, so the script must do its work below
+        ``if __name__ == "__main__":``, and dataset and ``collate_fn`` must be picklable; ``collate_fn``,
+        ``pin_memory``: as of torch. Batches whose lease is lost before the loop gets them are left out. Raises as
+        ``batches``, and ``UserError`` for arguments that do not fit.
+        """
+        batch = batch_size if batch_size is not None else self.run_file.inner.batch_samples
+        loader = LeasedLoader(
+            dataset,
+            self._order_of(dataset),
+            self.samples,
+            self._lease_at_once,
+            batch_size=batch,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+        )
+        return self._loaded(loader, batch)
+
+    def _loaded(self, loader: LeasedLoader, batch: int) -> Iterator[Any]:
+        self.samples.put_back()
+        while self._next_range(batch):
+            self._timer.start()
+            for one in loader:
+                yield one
+                self._check_steps_come()
+                if self._stopping or self.view.phase == "ended":
+                    break
+                self._timer.start()
+
+    def _lease_at_once(self, samples: int) -> None:
+        """Lease samples for a while, at least ``samples``; none if something goes before local work."""
+        if self._stopping or self._can_conclude() or self._member.client.coordinator_is_away:
+            return
+        if self._attention() is Attention.NOTHING:
+            try:
+                self._lease(max(samples, self._samples_per_lease(samples)))
+            except Interrupted:
+                log.debug("no further lease, because this session stops")
+
+    def _order_of(self, dataset: Dataset) -> SampleOrder:
+        """Agree with the run on the data and return the order of its samples. Raises ``CorpusError``."""
+        replica, length = self._replica, len(dataset)
         if replica.recipe_config is None:
             about = f"{length} samples"
             replica.describe(DataAbout(fingerprint(dataset), about, replica.tokens_per_sample, length))
-        order = run_order(self.run_file, length, replica.tokens_per_sample)
-        while self._next_range():
-            while (bounds := samples.next_batch(self.run_file.inner.batch_samples)) is not None:
-                self._timer.start()
-                yield take_batch(dataset, order.indices(*bounds))
-                if samples.in_hand:
-                    raise UserError("session.step(loss) was not called after a batch of session.batches(): call it")
-                if self._stopping or self.view.phase == "ended":
-                    break
+        return run_order(self.run_file, length, replica.tokens_per_sample)
 
     def step(self, loss: Tensor) -> None:
         """Take the inner step after ``loss.backward()``, and close the round when it is due.
 
-        ``loss``: (), mean over the batch, on any device. Raises ``Diverged`` and the error that ended the connection.
+        It counts the oldest batch that was not counted yet. ``loss``: (), mean over that batch, on any device. Raises
+        ``UserError`` without a batch, ``Diverged`` and the error that ended the connection.
         """
-        replica = self._replica
-        samples = replica.samples.finish_batch(loss)
+        samples = self._replica.samples.finish_batch(loss)
+        self._replica.step(samples, self._lr_factor())
+        self._note_samples(samples)
+
+    def stepped(self, samples: int, loss: Tensor | float) -> None:
+        """Count samples after a step that the loop has taken itself, and close the round when it is due.
+
+        For loops with a ``GradScaler``, with accumulation over several batches, or in frameworks. ``samples``: number
+        of samples in the step, the oldest that were not counted yet; call it also for a step that was skipped.
+        ``loss``: (), their mean. Raises as ``step``, and ``UserError`` for ``virtual_batch``.
+        """
+        if self.run_file.algorithm == "virtual_batch":
+            raise UserError(
+                "session.stepped(samples, loss) is for loops with an optimizer of their own, and the run's algorithm "
+                "virtual_batch has none: leave out optimizer, GradScaler and accumulation, and call session.step(loss) "
+                "after each loss.backward(), which adds up the gradients of the whole round"
+            )
+        counted = self._replica.samples.finish(samples, loss)
+        self._note_samples(counted)
+
+    @property
+    def lr_factor(self) -> float:
+        """Factor of the run's ``[schedule]`` on the learning rate now, by the tokens of all peers.
+
+        For own loops that follow it: set ``group["lr"] = base_lr * session.lr_factor`` before each step.
+        """
+        self._schedule_is_watched = True
+        return self._lr_factor()
+
+    def _lr_factor(self) -> float:
         view = self.view
-        factor = run_lr_factor(self.run_file, view.tokens_committed + view.tokens_in_round)
-        replica.step(samples, factor)
-        self._timer.stop(samples * replica.tokens_per_sample)
+        return run_lr_factor(self.run_file, view.tokens_committed + view.tokens_in_round)
+
+    def _note_samples(self, samples: int) -> None:
+        """Report samples that were counted, and close the round when it is due."""
+        replica = self._replica
+        self._timer.stop(samples * replica.tokens_per_sample, goes_on=replica.samples.in_hand > 0)
         self.report_progress()
         if replica.verdict_is_known:
             self._run_round(replica.conclude_round)
         if self._is_due(self._timer.step_s):
             self._run_round(replica.close_round)
+        if not self._schedule_is_watched:
+            self._warn_of_unwatched_schedule(replica)
+
+    def _warn_of_unused_settings(self, inner_optimizer: Optimizer | None) -> None:
+        """Warn of settings of the run file that do nothing in an own loop."""
+        run = self.run_file
+        if unused := unused_inner_settings(run, own_loop=True):
+            log.warning(
+                "%s of the run file has no effect in a training loop of your own, which brings its optimizer, clipping "
+                "and precision itself",
+                ", ".join(unused),
+            )
+        if inner_optimizer is not None and run.algorithm == "virtual_batch":
+            log.warning(
+                "the inner_optimizer has no effect: the run's algorithm virtual_batch contributes gradients, and its "
+                "outer optimizer steps"
+            )
+
+    def _warn_of_unwatched_schedule(self, replica: TrainingReplica) -> None:
+        """Warn once if the run has a schedule that this own loop does not follow."""
+        self._schedule_is_watched = True
+        run = self.run_file
+        if replica.recipe_config is None and run.algorithm != "virtual_batch" and run.schedule != ScheduleSection():
+            log.warning(
+                "the run file's [schedule] has no effect, as your loop sets its learning rate itself: to follow it, "
+                'set group["lr"] = base_lr * session.lr_factor before each step'
+            )
+
+    def _check_steps_come(self) -> None:
+        """Raise ``UserError`` for a loop that takes batches and never steps."""
+        if self._replica.samples.batches_given > _MOST_IN_HAND:
+            raise UserError(
+                f"more than {_MOST_IN_HAND} batches of this session were taken without a step: call session.step(loss) "
+                "after each batch, or session.stepped(samples, loss) after each step of your own"
+            )
 
     @property
     def view(self) -> RunView:
@@ -216,51 +361,87 @@ class Session:
 
     # Work ---------------------------------------------------------------------------------------------------
 
-    def _next_range(self) -> bool:
-        """Wait for leased samples to train on; returns False at the run's end."""
-        batch = self.run_file.inner.batch_samples
+    def _next_range(self, batch: int) -> bool:
+        """Wait for leased samples, in batches of ``batch``, to train on; returns False at the run's end.
+
+        Raises ``UserError`` if it would wait for ever, for samples that the loop has in hand.
+        """
+        self._timer.pause()
+        samples = self._replica.samples
         while (readiness := self.settle()) is not Readiness.OVER:
             if readiness is Readiness.NOT_YET:
                 continue
-            if self._replica.samples.left:
+            if samples.left:
                 return True
-            per_lease = self._timer.tokens_per_s * self._member.client.deadlines.lease_s
-            self.fetch_lease(max(1, round(per_lease / self._replica.tokens_per_sample / batch)) * batch)
+            self.fetch_lease(self._samples_per_lease(batch))
+            if not samples.left and samples.in_hand and self.run_file.algorithm == "virtual_batch":
+                raise UserError(
+                    f"the round waits for {samples.in_hand} samples that this loop has taken and not counted: with the "
+                    "algorithm virtual_batch call session.step(loss) after each batch before the next one is taken; "
+                    "loops that fetch batches ahead need a run with the algorithm diloco, or session.loader(dataset)"
+                )
         return False
+
+    def _samples_per_lease(self, batch: int) -> int:
+        """Return the number of samples that this peer trains on during a lease, in batches of ``batch``."""
+        per_lease = self._timer.tokens_per_s * self._member.client.deadlines.lease_s
+        return max(1, round(per_lease / self._replica.tokens_per_sample / batch)) * batch
 
     def settle(self) -> Readiness:
         """Do one thing that goes before local work, if any: conclude a round, close one that is due, or resync.
 
-        Raises ``Diverged``, ``Interrupted``, and the error that ended the connection.
+        Raises ``Diverged`` and the error that ended the connection.
         """
-        view, replica = self.view, self._replica
-        if replica.verdict_is_known or (replica.exchanging and (self._stopping or view.phase == "ended")):
+        replica = self._replica
+        if self._can_conclude():
             return self._run_round(replica.conclude_round)
-        rejoined = self._member.rejoined
-        match attention([view], lambda _: self._is_due(self._least_s()), rejoined=rejoined, stopping=self._stopping):
+        match self._attention():
             case Attention.ENDED:
                 # Other peers may still fetch the round's results from this one.
                 self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
                 return Readiness.OVER
             case Attention.RESYNC:
-                replica.resync("the coordinator had removed this peer" if rejoined else "its state is not the run's")
-                return Readiness.NOT_YET
+                rejoined = self._member.rejoined
+                reason = "the coordinator had removed this peer" if rejoined else "its state is not the run's"
+                return self._run_round(lambda: replica.resync(reason))
             case Attention.ROUND:
                 return self._run_round(replica.close_round)
         return Readiness.OVER if self._stopping else Readiness.READY
 
+    def _can_conclude(self) -> bool:
+        """Return whether a round that was closed here is concluded before anything else."""
+        replica = self._replica
+        is_over = self._stopping or self.view.phase == "ended"
+        return replica.verdict_is_known or (replica.exchanging and is_over)
+
+    def _attention(self) -> Attention:
+        rejoined = self._member.rejoined
+        return attention(
+            [self.view], lambda _: self._is_due(self._least_s()), rejoined=rejoined, stopping=self._stopping
+        )
+
     def fetch_lease(self, samples: int) -> None:
         """Lease about so many samples; if there are none now, wait a little."""
         try:
-            follows = self.options.role == "validator"
-            leased = () if follows else self._network.call(self._member.lease(samples), interruptible=True)
-            for one in leased:
-                self._replica.samples.add_lease(one.start, one.stop)
-            if not leased:
-                self._member.progress.activity = "following" if follows else "waiting"
+            if not self._lease(samples):
+                self._member.progress.activity = "following" if self._follows else "waiting"
                 self.wait_for_change()
         except Interrupted:
             log.debug("no further lease, because this session stops")
+
+    def _lease(self, samples: int) -> bool:
+        """Lease about so many samples; returns whether there were any. Raises ``Interrupted``."""
+        if self._follows:
+            return False
+        mine = self._replica.samples
+        leased = self._network.call(self._member.lease(samples, mine.undone()), interruptible=True)
+        for one in leased:
+            mine.add_lease(one.start, one.stop)
+        return bool(leased)
+
+    @property
+    def _follows(self) -> bool:
+        return self.options.role == "validator"
 
     def wait_for_change(self) -> None:
         """Wait until the round or its phase changes, at most half a second and not beyond the round's closing.
@@ -298,7 +479,7 @@ class Session:
         return least_s(self._replica.samples.left, self._timer.step_s, unknown_s, may_ask=asks)
 
     def _run_round(self, on_round: Callable[[], object]) -> Readiness:
-        """Close or conclude a round; OVER if this peer stops without waiting for its end."""
+        """Close or conclude a round, or resync; OVER if this peer stops without waiting for the end."""
         try:
             on_round()
         except Interrupted:
@@ -322,7 +503,8 @@ class Session:
 class StepTimer:
     """Speed of this peer's steps, smoothed over recent ones, without the time between steps.
 
-    Call ``start`` when a batch is handed out and ``stop`` when its step is done.
+    Call ``start`` when a batch is handed out, ``pause`` when the loop waits for other peers, and ``stop`` when the step
+    is done.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -330,20 +512,32 @@ class StepTimer:
         self.tokens_per_s = 0.0
         self._clock = clock
         self._started_s: float | None = None
+        self._before_s = 0.0
 
     def start(self) -> None:
-        self._started_s = self._clock()
+        """Begin a step, or go on with one that was paused."""
+        if self._started_s is None:
+            self._started_s = self._clock()
 
-    def stop(self, tokens: int) -> None:
-        """End a step of ``tokens`` tokens."""
+    def pause(self) -> None:
+        """Stop the clock until the next ``start``."""
+        if self._started_s is not None:
+            self._before_s += self._clock() - self._started_s
+            self._started_s = None
+
+    def stop(self, tokens: int, *, goes_on: bool = False) -> None:
+        """End a step of ``tokens`` tokens. ``goes_on``: the next one begins at once, on batches that are in hand."""
         if self._started_s is None:
             return
-        seconds = max(self._clock() - self._started_s, 1e-6)
-        self._started_s = None
+        self.pause()
+        seconds = max(self._before_s, 1e-6)
+        self.reset()
         share = 1.0 if self.step_s == 0.0 else _SMOOTHING
         self.step_s += share * (seconds - self.step_s)
         self.tokens_per_s += share * (tokens / seconds - self.tokens_per_s)
+        if goes_on:
+            self.start()
 
     def reset(self) -> None:
         """Drop a step that was begun; the averages stay."""
-        self._started_s = None
+        self._started_s, self._before_s = None, 0.0

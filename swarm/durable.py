@@ -8,7 +8,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from shoal.swarm.errors import StorageError
+from shoal.swarm.errors import FolderInUse
 
 _sync_data = getattr(os, "fdatasync", os.fsync)
 
@@ -73,11 +73,11 @@ def put(path: Path, data: bytes, mode: int = 0o644) -> None:
 def lock_folder(folder: Path) -> FileLock:
     """Lock a journal's folder for this process, until ``release`` or the end of the process, even by a kill.
 
-    Raises ``StorageError`` when another process holds the lock, and ``OSError``."""
+    Raises ``FolderInUse`` when another process holds the lock, and ``OSError``."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", blocking=False, thread_local=False)
     try:
         lock.acquire()
     except Timeout:
-        raise StorageError(f"{folder}: another coordinator is using this journal; stop one of the two") from None
+        raise FolderInUse(f"{folder}: another coordinator is using this journal; stop one of the two") from None
     return lock

@@ -24,8 +24,10 @@
     │   │   └── RunChanged      51    the coordinator's run file is not the one that the invite names
     │   ├── NotAdmitted         24    the other side does not, or no longer, admit this peer
     │   ├── TryLater            35    the run has no place for a newcomer now; says why and when to try again
+    │   ├── Removed             54    the host has removed this peer from the run, or has banned it
     │   ├── Superseded          25    another process has joined with the same identity
     │   ├── RunEnded            26    the run has ended
+    │   ├── CommandRefused      55    a command of the run's host cannot be carried out
     │   ├── DeadlineExceeded    27    no answer arrived within the deadline
     │   ├── BlobUnavailable     28    the other side does not, or no longer, offer the bytes
     │   ├── Busy                32    the other side has more urgent work; ask again soon
@@ -34,7 +36,9 @@
     │   └── WireError           30    malformed bytes; the connection is closed
     │       └── AboveBound      30    a mean is larger than the round's plan allows
     ├── HostCrashed             52    signals have ended the host's process too often
+    ├── CoordinatorForked       53    the coordinator has signed two verdicts of one round
     └── StorageError            40    a file cannot be written or read: disk full, read-only, or damage
+        ├── FolderInUse         40    another process is using the folder
         └── RemoteStorageError  41    a remote store refuses, cannot be reached, or has no driver here
 """
 
@@ -58,7 +62,7 @@ class RunFileError(UserError):
 
 
 class InviteError(UserError):
-    """The invite is not a valid URL of the form ``shoal://HOST:PORT/RUN?key=…&run=…``."""
+    """The invite is not a valid URL of the form ``shoal://HOST:PORT/RUN?key=…&run=…&t=…``."""
 
     exit_code = 11
 
@@ -82,7 +86,7 @@ class CorpusError(UserError):
 
 
 class ModelMismatch(UserError):
-    """The model's names, shapes or dtypes differ from those of the run."""
+    """The model's names or shapes differ from those of the run."""
 
     exit_code = 15
 
@@ -156,9 +160,13 @@ class RunChanged(UnknownRun):
 
 
 class NotAdmitted(LinkError):
-    """The other side does not, or no longer, admit the holder of this key."""
+    """The other side does not, or no longer, admit the holder of this key. ``reason``: in a word or two, for counts."""
 
     exit_code = 24
+
+    def __init__(self, message: str = "", reason: str = "other") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class TryLater(LinkError):
@@ -180,10 +188,22 @@ class Superseded(LinkError):
         )
 
 
+class Removed(LinkError):
+    """The host has removed this peer from the run, or has banned it."""
+
+    exit_code = 54
+
+
 class RunEnded(LinkError):
     """The run has ended; there is nothing left to train."""
 
     exit_code = 26
+
+
+class CommandRefused(LinkError):
+    """A command of the run's host cannot be carried out: what it names does not exist, or a limit is reached."""
+
+    exit_code = 55
 
 
 class DeadlineExceeded(LinkError):
@@ -226,10 +246,22 @@ class AboveBound(WireError):
     """A received mean is larger than the plan's norm claims and factors allow; it is not applied."""
 
 
+class NoOtherReplica(ShoalError):
+    """A stage's only replica sends activations or gradients far larger than usual; nobody else can compute them."""
+
+    exit_code = 56
+
+
 class HostCrashed(ShoalError):
     """Signals have ended the host's process so often that its supervisor does not restart it."""
 
     exit_code = 52
+
+
+class CoordinatorForked(ShoalError):
+    """The coordinator has signed two different verdicts of one round, as their signatures prove."""
+
+    exit_code = 53
 
 
 class StorageError(ShoalError):
@@ -238,13 +270,20 @@ class StorageError(ShoalError):
     exit_code = 40
 
 
+class FolderInUse(StorageError):
+    """Another process is using the folder."""
+
+
 class RemoteStorageError(StorageError):
     """A remote store refuses or cannot be reached, or the package that provides access is not installed."""
 
     exit_code = 41
 
 
-_LINK_ERRORS = (ProtocolMismatch, UnknownRun, NotAdmitted, TryLater, Superseded, RunEnded, DeadlineExceeded)
+FINAL_ERRORS = (Superseded, Removed, RunEnded)
+"""Errors of the coordinator after which a process has to stop: asking again does not help."""
+
+_LINK_ERRORS = (ProtocolMismatch, UnknownRun, NotAdmitted, TryLater, *FINAL_ERRORS, CommandRefused, DeadlineExceeded)
 _STREAM_ERRORS = (BlobUnavailable, Busy, LinkClosed, StaleWork, WireError)
 REMOTE_ERRORS: dict[str, type[ShoalError]] = {
     error.__name__: error for error in (*_LINK_ERRORS, *_STREAM_ERRORS, ModelMismatch, CorpusError, StorageError)

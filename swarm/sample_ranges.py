@@ -26,11 +26,14 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
 def subtract(ranges: Ranges, taken: Ranges) -> Ranges:
     """The samples of ``ranges`` that are not in ``taken``; both merged."""
     left: Ranges = []
+    first = 0
     for start, stop in ranges:
+        while first < len(taken) and taken[first][1] <= start:
+            first += 1
         at = start
-        for other_start, other_stop in taken:
-            if other_stop <= at or other_start >= stop:
-                continue
+        for other_start, other_stop in itertools.islice(taken, first, None):
+            if other_start >= stop:
+                break
             if other_start > at:
                 left.append((at, other_start))
             at = max(at, other_stop)

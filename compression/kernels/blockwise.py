@@ -39,7 +39,7 @@ LARGEST_FINITE = np.int32(0x7F7FFFFF)
 SMALLEST_NORMAL = np.int32(0x00800000)
 HALF = np.float32(0.5)
 DRAW = np.float32(2.0**-24)
-ZERO, ONE = np.float32(0.0), np.float32(1.0)
+ZERO = np.float32(0.0)
 LARGEST_8 = np.float32(127.0)
 PIECE = 4096
 """float32 that are computed within the first cache before they are streamed past all caches: each turn between
@@ -195,23 +195,21 @@ def encode_residual_strips(values: Any, residual: Any, left: Any, scales: Any, c
         if top > LARGEST_FINITE:
             return b
         scales[b], inverse = scale_of(top, LARGEST_8)
-        split_strips(sums, block, (scales[b], inverse, ONE), target + at, rest + 4 * at, past_caches)
+        split_strips(sums, block, scales[b], inverse, target + at, rest + 4 * at, past_caches)
     finish_streaming()
     return -1
 
 
 @njit
-def split_strips(source: Any, n: Any, factors: Any, codes: Any, left: Any, past_caches: Any) -> Any:
-    """Encode the ``n`` values of a block at one address into codes at another; their loss goes to a third.
-
-    ``factors``: the block's scale, its inverse, and what the loss is multiplied with."""
-    scales, inverses, times, zeros = filled(factors[0]), filled(factors[1]), filled(factors[2]), filled(ZERO)
+def split_strips(source: Any, n: Any, scale: Any, inverse: Any, codes: Any, left: Any, past_caches: Any) -> Any:
+    """Encode the ``n`` values of a block at one address into codes at another; their loss goes to a third."""
+    scales, inverses, zeros = filled(scale), filled(inverse), filled(ZERO)
     for i in range(0, n, STRIP):
         value = load(source + 4 * i)
         code = rounded(value * inverses)
         store_codes(code, codes + i)
         # Plus zero, as a code has no sign of zero.
-        lost = (value - (code + zeros) * scales) * times
+        lost = value - (code + zeros) * scales
         if past_caches:
             stream(lost, left + 4 * i)
         else:
@@ -220,45 +218,35 @@ def split_strips(source: Any, n: Any, factors: Any, codes: Any, left: Any, past_
 
 @njit
 def encode_mean_strips(
-    addresses: Any, weights: Any, own: Any, factors: Any, left: Any, scales: Any, codes: Any, how: Any
+    addresses: Any, weights: Any, over: Any, left: Any, scales: Any, codes: Any, block: Any, blocks: Any
 ) -> Any:
-    """Do ``encode_mean`` for the first blocks; ``how``: the size of blocks, and how many of them."""
-    (block, blocks), (index, values, residual) = how, own
-    ours = index, address_of(values), address_of(residual)
-    over, times = np.float32(factors[0]), np.float32(factors[1])
+    """Do ``encode_mean`` for this many blocks, the first ones."""
     rest, target, means = address_of(left), address_of(codes), room()
     past_caches = rest % LINE_BYTES == 0
     packed_scales, packed_codes = np.empty(addresses.size, np.float32), addresses + 4 * scales.size
     for b in range(blocks):
         at = b * block
         for k in range(addresses.size):
-            if k != index:
-                packed_scales[k] = carray(floats_at(addresses[k]), scales.size)[b]
-        top = sum_strips(means, (at, block), packed_codes, packed_scales, weights, ours, over)
+            packed_scales[k] = carray(floats_at(addresses[k]), scales.size)[b]
+        top = sum_strips(means, at, block, packed_codes, packed_scales, weights, over)
         if top > LARGEST_FINITE:
             return b
         scales[b], inverse = scale_of(top, LARGEST_8)
-        split_strips(means, block, (scales[b], inverse, times), target + at, rest + 4 * at, past_caches)
+        split_strips(means, block, scales[b], inverse, target + at, rest + 4 * at, past_caches)
     finish_streaming()
     return -1
 
 
 @njit
-def sum_strips(means: Any, which: Any, codes: Any, scales: Any, weights: Any, own: Any, over: Any) -> Any:
-    """Write the mean of a block, the sum divided by ``over``, to the address ``means``.
+def sum_strips(means: Any, start: Any, n: Any, codes: Any, scales: Any, weights: Any, over: Any) -> Any:
+    """Write the mean of the ``n`` values from ``start`` on, the sum divided by ``over``, to the address ``means``.
 
-    ``which``: the block's first value, and how many. The summands have ``codes`` at these addresses, times ``scales``
-    and ``weights``; our own comes in its turn. Returns the bits of the largest absolute mean."""
-    (start, n), (index, one, two) = which, own
-    before, ours = codes.size if index < 0 else index, filled(weights[max(index, 0)])
+    The summands have ``codes`` at these addresses, times ``scales`` and ``weights``. Returns the bits of the largest
+    absolute mean."""
     tops, zeros, divisors = filled(ZERO), filled(ZERO), filled(over)
     for i in range(0, n, STRIP):
         at, total = start + i, zeros
-        for k in range(before):
-            total = total + load_codes(codes[k] + at) * filled(scales[k]) * filled(weights[k])
-        if index >= 0:
-            total = total + (load(one + 4 * at) + load(two + 4 * at)) * ours
-        for k in range(before + 1, codes.size):
+        for k in range(codes.size):
             total = total + load_codes(codes[k] + at) * filled(scales[k]) * filled(weights[k])
         mean = total / divisors + zeros
         store(mean, means + 4 * i)
@@ -344,7 +332,7 @@ def encode_residual(
             top = add(values[start:stop], residual[start:stop], corrected)
             if top > LARGEST_FINITE:
                 return b
-            split(b, corrected, top, ONE, scales, codes, rounded, how)
+            split(b, corrected, top, scales, codes, rounded, how)
         if is_apart:
             put_past_caches(work[: end - first], left[first:end])
         else:
@@ -361,8 +349,8 @@ def put(values: Any, target: Any) -> Any:
 
 
 @njit
-def split(b: Any, corrected: Any, top: Any, times: Any, scales: Any, codes: Any, rounded_all: Any, how: Any) -> Any:
-    """Encode block ``b`` into its scale and its codes; ``corrected`` becomes the loss multiplied by ``times``.
+def split(b: Any, corrected: Any, top: Any, scales: Any, codes: Any, rounded_all: Any, how: Any) -> Any:
+    """Encode block ``b`` into its scale and its codes; ``corrected`` becomes the loss.
 
     ``top``: the bits of the block's absolute maximum."""
     block, bits, seed = how
@@ -375,63 +363,49 @@ def split(b: Any, corrected: Any, top: Any, times: Any, scales: Any, codes: Any,
     write_codes(rounded, codes, start, bits)
     for i in range(corrected.size):
         # Plus zero, as a code has no sign of zero.
-        corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)) * times
+        corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale))
 
 
 @njit
-def encode_mean(
-    addresses: Any, weights: Any, own: Any, factors: Any, left: Any, scales: Any, codes: Any, how: Any
-) -> Any:
-    """Encode a mean: the sum of packed vectors at ``addresses``, times ``weights``, over ``factors[0]``.
+def encode_mean(addresses: Any, weights: Any, divisor: Any, left: Any, scales: Any, codes: Any, how: Any) -> Any:
+    """Encode a mean: the sum of packed vectors at ``addresses``, times ``weights``, over ``divisor``.
 
-    ``left`` becomes the loss times ``factors[1]``. Returns as ``encode_residual``.
-
-    ``own``: the index of the one that is not packed but the sum of two, below 0 if none is, and those two.
+    ``left`` becomes the loss. Returns as ``encode_residual``.
     """
     (block, bits, seed), n, several = how, left.size, max(1, PIECE // how[0]) * how[0]
+    over = np.float32(divisor)
     done = blocks_in_strips(n, block, bits, seed)
-    bad = encode_mean_strips(addresses, weights, own, factors, left, scales, codes, (block, done))
+    bad = encode_mean_strips(addresses, weights, over, left, scales, codes, block, done)
     if bad >= 0:
         return bad
-    over, times = np.float32(factors[0]), np.float32(factors[1])
     means, work = lines(min(several, n)), np.empty(min(block, n), np.float32)
     for first in range(done * block, n, several):
         end = min(first + several, n)
         for start in range(first, end, block):
             mean, b = means[start - first : min(start + block, n) - first], start // block
-            sum_up(b, mean, addresses, weights, own, (scales.size, codes.size), work, how)
+            sum_up(b, mean, addresses, weights, (scales.size, codes.size), work, how)
             top = np.int32(0)
             for i in range(mean.size):
                 mean[i] = value = np.float32(mean[i] / over) + ZERO
                 top = max(top, np.float32(value).view(np.int32) & ABSOLUTE)
             if top > LARGEST_FINITE:
                 return b
-            split(b, mean, top, times, scales, codes, work, how)
+            split(b, mean, top, scales, codes, work, how)
         put_past_caches(means[: end - first], left[first:end])
     finish_streaming()
     return -1
 
 
 @njit
-def sum_up(b: Any, mean: Any, addresses: Any, weights: Any, own: Any, sizes: Any, work: Any, how: Any) -> Any:
+def sum_up(b: Any, mean: Any, addresses: Any, weights: Any, sizes: Any, work: Any, how: Any) -> Any:
     """Sum block ``b`` of all summands into ``mean``; ``sizes``: the numbers of their scales and code bytes."""
-    (block, bits, _), (blocks, code_bytes), (index, values, residual) = how, sizes, own
+    (block, bits, _), (blocks, code_bytes) = how, sizes
     start = b * block
-    stop = start + mean.size
     mean[:] = ZERO
     for k in range(addresses.size):
-        if k == index:
-            add_sum(values[start:stop], residual[start:stop], weights[k], mean)
-            continue
         scale = carray(floats_at(addresses[k]), blocks)[b]
         packed = carray(bytes_at(addresses[k] + 4 * blocks), code_bytes)
         add_block(packed, start, bits, scale, weights[k], mean, work)
-
-
-@njit
-def add_sum(first: Any, second: Any, factor: Any, total: Any) -> Any:
-    for i in range(total.size):
-        total[i] = total[i] + np.float32(np.float32(first[i] + second[i]) * factor)
 
 
 @njit
@@ -561,7 +535,7 @@ def warm_up() -> None:
         encode_residual(values, np.zeros(4, np.float32), np.empty(4, np.float32), scales, codes, 4, bits, seed)
         packed = np.zeros(8, np.uint8)
         addresses, weights = np.array([packed.ctypes.data], np.int64), np.ones(1, np.float32)
-        encode_mean(addresses, weights, (-1, values, values), (1.0, 1.0), values, scales, codes, (4, bits, seed))
+        encode_mean(addresses, weights, 1.0, values, scales, codes, (4, bits, seed))
         are_plain(scales, int(LARGEST_FINITE))
         decode(scales, codes, values, 4, bits)
         rooms, sizes = np.array([values.ctypes.data], np.int64), np.array([values.size])

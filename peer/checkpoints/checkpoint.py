@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from shoal.peer.checkpoints.local_state import LocalStateSnapshot, parse_local_state
+from shoal.peer.checkpoints.local_state import LocalStateContent, SavedLocalState, residual_pieces
 from shoal.peer.checkpoints.manifest import (
     MANIFEST,
     OWN_FILE,
-    VERDICTS_FILE,
+    OWN_FILES,
+    RESIDUAL_FILE,
     CheckpointAbout,
     Manifest,
     read_file,
     read_manifest,
-    shard_name,
 )
 from shoal.peer.checkpoints.source import CheckpointSource, refusal
-from shoal.peer.checkpoints.tensors import file_pieces, fill, parse_file, shards, vectors
+from shoal.peer.checkpoints.tensor_file import check_size, checked_stream, read_entries
+from shoal.peer.checkpoints.tensor_reader import CheckpointTensors, TensorPlaces
+from shoal.peer.checkpoints.tensors import PIECE_BYTES
 from shoal.peer.regular_file import check_memory
-from shoal.peer.training.anchor import AnchorState
+from shoal.peer.training.anchor import AnchorState, GrowingDigest, bytes_of
+from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import pack_verdict
@@ -31,6 +35,19 @@ from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_ve
 
 MAX_VERDICTS = 64
 """Newest verdicts in a checkpoint: in a large swarm one is as large as a shard of a small model."""
+
+
+@dataclass(frozen=True)
+class OwnContents:
+    """A peer's own state as it goes into a checkpoint, by reference: nothing changes it until it is written."""
+
+    content: LocalStateContent
+    carried: CarriedResidual
+
+    def files(self) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
+        """Yield name and content, in pieces, of each file."""
+        yield OWN_FILE, self.content.pieces()
+        yield RESIDUAL_FILE, residual_pieces(self.carried)
 
 
 @dataclass(frozen=True)
@@ -42,67 +59,88 @@ class CheckpointContents:
 
     about: CheckpointAbout
     state: AnchorState
-    own: LocalStateSnapshot | None
+    own: OwnContents | None
     verdicts: tuple[Verdict, ...]
-
-    def files(self) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
-        """Yield name and content, in pieces, of each file but the manifest."""
-        for kind, named in zip(("anchor", "outer"), vectors(self.state.values, self.about.layout), strict=True):
-            cut = shards(named.items())
-            for index, tensors in enumerate(cut):
-                yield shard_name(kind, index, len(cut)), file_pieces(tensors)
-        if self.own is not None:
-            self.own.wait()
-            yield OWN_FILE, file_pieces(self.own.file())
-        yield VERDICTS_FILE, iter([pack_verdicts(self.verdicts)])
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint as it was read, after every check but that of its verdicts.
 
-    ``own``: the peer's own tree (``local_state.local_state_tree``), None where it is not there; ``verdicts``: the
-    content of the verdicts' files: one of the run or of the stage, or one of each stage of a whole model."""
+    ``own``: the peer's own state, which has been checked and not read, None where it is not there or was not asked for;
+    ``verdicts``: the content of the verdicts' files: one of the run or of the stage, or one of each stage of a whole
+    model."""
 
     manifest: Manifest
     state: AnchorState
-    own: dict[str, Any] | None
+    own: SavedLocalState | None
     verdicts: tuple[bytes, ...]
 
 
-def read_checkpoint(source: CheckpointSource, run_hash: bytes | None = None) -> Checkpoint:
+@dataclass(frozen=True)
+class CheckedCheckpoint:
+    """A checkpoint that passed the checks of ``read_checkpoint``, and of which only the verdicts were kept.
+
+    ``tensors``: reads it again, piece by piece."""
+
+    manifest: Manifest
+    verdicts: tuple[bytes, ...]
+    tensors: CheckpointTensors
+
+
+def read_checkpoint(source: CheckpointSource, run_hash: bytes | None = None, *, with_own: bool = True) -> Checkpoint:
     """Read a checkpoint and check format, signature, run, sizes, digests, layout and state digest.
 
-    The chain of its verdicts is not checked. A copy may lack the file of the peer's own state. Raises
-    ``StateFileError`` naming file, field and what was expected."""
+    Anchor and outer optimizer are read straight into the memory of the state that is returned. Nobody uses it before
+    the files' digests and the state's have been found right, so the files are read once.
+
+    ``with_own``: the files of the peer's own state are read through and checked, too; a copy may lack them. The chain
+    of the verdicts is not checked. Raises ``StateFileError`` naming file, field and what was expected."""
     manifest = read_manifest(source, run_hash)
     check_sizes(source, manifest)
-    values = torch.empty(1 + manifest.outer_vectors, manifest.elements)
-    anchor, outer = vectors(values, manifest.layout)
-    fill(anchor, _tensors(source, manifest, "anchor"))
-    fill(outer, _tensors(source, manifest, "outer"))
-    state = AnchorState.of(values, manifest.anchor_version)
-    if state.digest.hex() != manifest.state_digest:
-        raise refusal(source.place(MANIFEST), "state_digest", state.digest.hex(), manifest.state_digest)
-    own = None
-    if OWN_FILE in manifest.files and source.has(OWN_FILE):
-        own = parse_local_state(read_file(source, OWN_FILE, manifest.files[OWN_FILE]), source.place(OWN_FILE))
-    return Checkpoint(
-        manifest, state, own, tuple(_verdict_bytes(source, manifest, name) for name in manifest.verdicts_files)
-    )
-
-
-def check_sizes(source: CheckpointSource, manifest: Manifest) -> None:
-    """Check sizes on disk and free memory against the manifest, before any memory is taken. Raises
-    ``StateFileError``."""
-    for name in (*manifest.names("anchor"), *manifest.names("outer")):
-        claimed_bytes, found_bytes = manifest.files[name][0], source.size_bytes(name)
-        if claimed_bytes != found_bytes:
-            raise refusal(source.place(name), "size", f"{claimed_bytes} bytes", f"{found_bytes} bytes")
     try:
         check_memory(4 * (1 + manifest.outer_vectors) * manifest.elements)
     except OSError as error:
         raise StateFileError(f"{source.place(MANIFEST)}: layout: {error}") from error
+    values = torch.empty(1 + manifest.outer_vectors, manifest.elements)
+    _stream_state(source, manifest, lambda row, start, stop: values[row, start:stop])
+    state = AnchorState.of(values, manifest.anchor_version)
+    _check_digest(source, manifest, state.digest)
+    own = _checked_own(source, manifest) if with_own else None
+    return Checkpoint(manifest, state, own, _all_verdicts(source, manifest))
+
+
+def check_checkpoint(source: CheckpointSource, run_hash: bytes | None = None) -> CheckedCheckpoint:
+    """Check all that ``read_checkpoint`` does, and the digests of the parts of a whole model, a few MiB at a time.
+
+    Raises ``StateFileError`` naming file, field and what was expected."""
+    manifest = read_manifest(source, run_hash)
+    check_sizes(source, manifest)
+    buffer = torch.empty(PIECE_BYTES // 4)
+    places = _stream_state(source, manifest, lambda row, start, stop: buffer[: stop - start])
+    tensors = CheckpointTensors(source, manifest, places)
+    rows, version = 1 + manifest.outer_vectors, manifest.anchor_version
+    whole = GrowingDigest(version, (rows, manifest.elements))
+    parts = [GrowingDigest(version, (rows, part.elements)) for part in manifest.parts or ()]
+    ends, at = list(accumulate(part.elements for part in manifest.parts or ())), 0
+    for values in tensors.pieces(rows):
+        whole.take(values)
+        if parts:  # each has whole tensors
+            parts[bisect_right(ends, at)].take(values)
+        at += values.shape[1]
+    _check_digest(source, manifest, whole.digest())
+    for number, (part, about) in enumerate(zip(parts, manifest.parts or (), strict=True)):
+        found = part.digest().hex()
+        if found != about.state_digest:
+            raise refusal(source.place(MANIFEST), f"parts.{number}.state_digest", found, about.state_digest)
+    _checked_own(source, manifest)
+    return CheckedCheckpoint(manifest, _all_verdicts(source, manifest), tensors)
+
+
+def check_sizes(source: CheckpointSource, manifest: Manifest) -> None:
+    """Check sizes on disk against the manifest, before any memory is taken. Raises ``StateFileError``."""
+    for name in (*manifest.names("anchor"), *manifest.names("outer")):
+        check_size(source.place(name), manifest.files[name][0], source.size_bytes(name))
 
 
 def read_verdicts(source: CheckpointSource, manifest: Manifest, stage: int = 0) -> tuple[Verdict, ...]:
@@ -134,8 +172,68 @@ def _verdict_bytes(source: CheckpointSource, manifest: Manifest, name: str) -> b
     return read_file(source, name, manifest.files[name])
 
 
-def _tensors(source: CheckpointSource, manifest: Manifest, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the files of that kind with their tensors, one after the other, so that only one is in memory."""
-    for name in manifest.names(kind):
-        place = source.place(name)
-        yield place, parse_file(read_file(source, name, manifest.files[name]), place)
+def _all_verdicts(source: CheckpointSource, manifest: Manifest) -> tuple[bytes, ...]:
+    return tuple(_verdict_bytes(source, manifest, name) for name in manifest.verdicts_files)
+
+
+def _checked_own(source: CheckpointSource, manifest: Manifest) -> SavedLocalState | None:
+    """The peer's own state, whose files are read through here; None where they are not all there."""
+    if not all(name in manifest.files and source.has(name) for name in OWN_FILES):
+        return None
+    for name in OWN_FILES:
+        with checked_stream(source, name, manifest.files[name]) as stream:
+            read_entries(stream, stream.place)
+    return SavedLocalState(source)
+
+
+def _check_digest(source: CheckpointSource, manifest: Manifest, digest: bytes) -> None:
+    if digest.hex() != manifest.state_digest:
+        raise refusal(source.place(MANIFEST), "state_digest", digest.hex(), manifest.state_digest)
+
+
+def _stream_state(
+    source: CheckpointSource,
+    manifest: Manifest,
+    room: Callable[[int, int, int], Tensor],
+) -> TensorPlaces:
+    """Read the files of anchor and outer optimizer, piece by piece; return where their tensors are.
+
+    ``room``: returns the memory, (k,) float32, for the values of a row from one column to another. Raises
+    ``StateFileError`` unless each tensor of the layout is there once, as float32 in its shape, and nothing else."""
+    places = _places(manifest)
+    seen: TensorPlaces = {}
+    for kind in ("anchor", "outer"):
+        missing, place = places[kind], ""
+        for name in manifest.names(kind):
+            with checked_stream(source, name, manifest.files[name]) as stream:
+                place = stream.place
+                for entry in read_entries(stream, place):
+                    row, column, shape = missing.pop(entry.name, (0, 0, None))
+                    if shape is None:
+                        raise refusal(place, f"tensor {entry.name[:100]!r}", "a name of the layout, once", "another")
+                    if (entry.dtype, entry.shape) != (torch.float32, shape):
+                        expected, found = f"torch.float32 of shape {shape}", f"{entry.dtype} of {entry.shape}"
+                        raise refusal(place, f"tensor {entry.name[:100]!r}", expected, found)
+                    for start in range(0, entry.elements, PIECE_BYTES // 4):
+                        stop = min(start + PIECE_BYTES // 4, entry.elements)
+                        values = room(row, column + start, column + stop)
+                        stream.read_into(entry.start + 4 * start, bytes_of(values))
+                    seen[kind, entry.name] = name, entry
+        if missing:
+            raise refusal(place, "its tensors", f"also {next(iter(missing))[:100]!r}, as the layout says", "none")
+    return seen
+
+
+def _places(manifest: Manifest) -> dict[str, dict[str, tuple[int, int, tuple[int, ...] | None]]]:
+    """Row, first column and shape of each tensor by its name in the files of the anchor and of the outer optimizer."""
+    anchor: dict[str, tuple[int, int, tuple[int, ...] | None]] = {}
+    at = 0
+    for spec in manifest.layout:
+        anchor[spec.name] = (0, at, spec.shape)
+        at += spec.elements
+    outer = {
+        f"{number}.{name}": (1 + number, column, shape)
+        for number in range(manifest.outer_vectors)
+        for name, (_, column, shape) in anchor.items()
+    }
+    return {"anchor": anchor, "outer": outer}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -10,15 +11,23 @@ from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from shoal.peer.checkpoints.checkpoint import MAX_VERDICTS, Checkpoint, CheckpointContents, unpack_verdicts
-from shoal.peer.checkpoints.local_state import SnapshotBuffers
-from shoal.peer.checkpoints.manifest import CheckpointAbout, StageAbout
-from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.checkpoints.checkpoint import (
+    MAX_VERDICTS,
+    Checkpoint,
+    CheckpointContents,
+    OwnContents,
+    unpack_verdicts,
+)
+from shoal.peer.checkpoints.local_state import LocalStateContent, residual_pieces
+from shoal.peer.checkpoints.manifest import OWN_FILE, RESIDUAL_FILE, CheckpointAbout, StageAbout
+from shoal.peer.checkpoints.store import CheckpointStore, UnfinishedCheckpoint
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.aio import in_thread
+from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
@@ -43,24 +52,29 @@ class CheckpointPace:
 
     def __init__(self, *, in_step: bool) -> None:
         self._in_step = in_step
-        self._ended: deque[tuple[int, float]] = deque(maxlen=_MEASURED_ROUNDS + 1)
+        self._begun: deque[tuple[int, float]] = deque(maxlen=_MEASURED_ROUNDS + 1)
         self._wrote_s = 0.0
+        self._stalled_s = 0.0
         self._next_s = -math.inf
 
     def is_due(self, number: int, now_s: float) -> bool:
-        """Whether the state of this round, which has just ended, is written."""
-        self._ended.append((number, now_s))
+        """Whether the state that this round makes, which is about to be averaged, is written."""
+        self._begun.append((number, now_s))
         return number % self.spacing == 0 if self._in_step else now_s >= self._next_s
 
-    def wrote(self, began_s: float, now_s: float) -> None:
-        """Record the duration of a checkpoint, or of an attempt that the disk ended."""
-        self._wrote_s = now_s - began_s
+    def stalled(self, seconds: float) -> None:
+        """Record how long the training waited for a part of a checkpoint; it counts with the next one."""
+        self._stalled_s += seconds
+
+    def wrote(self, spent_s: float, now_s: float) -> None:
+        """Record the time that writing a checkpoint took, or an attempt that the disk ended."""
+        self._wrote_s, self._stalled_s = spent_s + self._stalled_s, 0.0
         self._next_s = now_s + _TIME_SHARE * self._wrote_s
 
     @property
     def spacing(self) -> int:
         """In step: the number of rounds from one checkpoint to the next, a power of two."""
-        (first, first_s), (last, last_s) = (self._ended[0], self._ended[-1]) if self._ended else ((0, 0.0), (0, 0.0))
+        (first, first_s), (last, last_s) = (self._begun[0], self._begun[-1]) if self._begun else ((0, 0.0), (0, 0.0))
         if last <= first or last_s <= first_s:
             return 1
         rounds = _TIME_SHARE * self._wrote_s * (last - first) / (last_s - first_s)
@@ -112,10 +126,30 @@ class CheckpointSubject:
         return (manifest.layout, manifest.outer_vectors, manifest.stage) == ours
 
 
-class Checkpointer:
-    """Writes a member's checkpoints in the background; the training thread only copies the peer's own state.
+@dataclass(frozen=True)
+class _Part:
+    """A part of a checkpoint that was written, or that the disk refused, and how long that took."""
 
-    ``own``: gives the tree of the peer's own state."""
+    seconds: float
+    is_written: bool
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint of the state that a round will make, whose verdict is not known yet.
+
+    ``own``: the writing of the peer's own state."""
+
+    unfinished: UnfinishedCheckpoint
+    own: futures.Future[_Part]
+
+
+class Checkpointer:
+    """Writes a member's checkpoints in the background, from the memory that is in use.
+
+    The peer's own state is written while the round is averaged: nothing changes it then. After the verdict the residual
+    follows, before the next round changes that, and then the state that the round has made; a step that overwrites it
+    has those ranges written first that are not yet (``StateFiles``). Methods are for the training thread."""
 
     def __init__(
         self,
@@ -123,32 +157,33 @@ class Checkpointer:
         network: NetworkThread[Any],
         subject: CheckpointSubject,
         own: Callable[[], dict[str, Any]],
+        carried: Callable[[], CarriedResidual],
+        *,
+        trains_on: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``own``: gives the tree of the peer's own state; ``carried``: its residual; ``trains_on``: the training goes
+        on while a round is averaged, so that a copy of its own state is written."""
         self.store = store
         self._network = network
         self._subject = subject
         self._own = own
+        self._carried = carried
+        self._trains_on = trains_on
         self._clock = clock
-        self._snapshots = SnapshotBuffers()
-        self._is_prepared = False
-        self._preparing: futures.Future[None] | None = None
+        self._begun: _Begun | None = None
+        self._residual: futures.Future[_Part] | None = None
         self._writing: futures.Future[None] | None = None
         self._pace = CheckpointPace(in_step=subject.stage is not None)
         self._trouble = ""
         self._verdicts: tuple[Verdict, ...] = ()
 
-    def prepare(self) -> None:
-        """Allocate the memory for snapshots in the background, once the inner optimizer has its state.
+    def find(self, version: int, digest: bytes | None, *, with_own: bool) -> Checkpoint | None:
+        """The checkpoint of the run's present state, else the newest undamaged one of this model; None without any.
 
-        The first touch of fresh pages costs more than the copy."""
-        if not self._is_prepared:
-            self._is_prepared = True
-            self._preparing = self._network.submit(in_thread(self._snapshots.prepare, self._own()))
-
-    def find(self, version: int, digest: bytes | None) -> Checkpoint | None:
-        """The checkpoint of the run's present state, else the newest undamaged one of this model; None without any."""
-        found = self.store.load_newest(version, digest) or self.store.load_newest()
+        ``with_own``: the peer's own state is going to be restored from it."""
+        load = partial(self.store.load_newest, with_own=with_own)
+        found = load(version, digest) or load()
         if found is not None and not self._subject.fits(found):
             log.warning("the checkpoint of round %d is of another model and is not used", found.manifest.round)
             return None
@@ -166,53 +201,142 @@ class Checkpointer:
         follows = bool(self._verdicts) and verdict.previous_chain == self._verdicts[-1].chain
         self._verdicts = (*self._verdicts[1 - MAX_VERDICTS :], verdict) if follows else (verdict,)
 
-    def save_if_due(self, state: AnchorState, verdict: Verdict) -> None:
-        """Start writing the state that ``verdict`` made, unless one is being written or it would take too much of the
-        time."""
+    def begin(self, number: int) -> None:
+        """Begin to write this peer's own state, if a checkpoint of the state that round ``number`` makes is due and
+        none is being written. Called when the round is being averaged."""
         if self._writing is not None and self._writing.done():
-            self._wait_for_writing()
-        if self._pace.is_due(verdict.round, self._clock()) and self._writing is None:
-            self._start_writing(state, verdict)
+            self.wait_for_writing()
+        if not self._pace.is_due(number, self._clock()) or self._writing is not None:
+            return
+        content = LocalStateContent.of(self._own())
+        if self._trains_on:
+            content = content.copy()
+        else:
+            content.wait_for_device()
+        try:
+            unfinished = self.store.begin(number)
+        except StorageError as error:
+            self._warn(error)
+            return
+        write = partial(unfinished.add, [(OWN_FILE, content.pieces())])
+        self._begun = _Begun(unfinished, self._network.submit(self._timed(unfinished, write)))
 
-    def save_final(self, state: AnchorState, verdict: Verdict | None) -> None:
-        """Write the last state and wait until it is on disk. ``verdict``: None where it is not known; nothing is
-        written then."""
-        self._wait_for_writing()
-        if state.version == 0 and self._subject.run.start is not None:
-            return  # the checkpoint that the run starts from is enough
-        kept = {(one.anchor_version, one.digest) for one in self.store.kept()}
-        if verdict is not None and (state.version, state.digest) not in kept:
-            self._start_writing(state, verdict)
-            self._wait_for_writing()
+    def discard(self) -> None:
+        """Remove what was begun with a round that did not make a state."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.unfinished.stop()
+            self._writing = self._network.submit(self._discard(begun))
 
-    def _start_writing(self, state: AnchorState, verdict: Verdict) -> None:
-        preparing, self._preparing = self._preparing, None
-        if preparing is not None:
-            self._network.wait_for(preparing)
-        about, own = self._subject.about(state.version, state.digest, verdict), self._snapshots.copy(self._own())
-        upto = next((at for at, one in enumerate(self._verdicts) if one.chain == verdict.chain), -1)
-        contents = CheckpointContents(about, state, own, self._verdicts[: upto + 1] or (verdict,))
-        self._writing = self._network.submit(self._write(contents))
+    def commit(self, state: AnchorState, verdict: Verdict) -> None:
+        """Complete the checkpoint that was begun with the round, if one was, in the background, with the state that
+        ``verdict`` made. When this returns the peer's own state may change, and the residual after
+        ``wait_for_residual``."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        if not self._trains_on:
+            self._wait(begun.own)
+        unfinished, about = begun.unfinished, self._subject.about(state.version, state.digest, verdict)
+        files, verdicts = unfinished.state_files(state.values, about.layout), self._verdicts_to(verdict)
+        write = partial(unfinished.add, [(RESIDUAL_FILE, residual_pieces(self._carried()))])
+        self._residual = self._network.submit(self._timed(unfinished, write))
+        is_guarded = state.add_guard(files)
+        assert is_guarded, "it is overwritten only in the next round"
 
-    def _wait_for_writing(self) -> None:
+        def write_rest() -> None:
+            unfinished.add_state(files)
+            unfinished.finish(about, verdicts)
+
+        async def complete() -> None:
+            try:
+                await self._complete(begun, residual, write_rest)
+            finally:
+                files.abandon()
+                state.remove_guard(files)
+
+        residual = self._residual
+        self._writing = self._network.submit(complete())
+
+    def wait_for_residual(self) -> None:
+        """Wait until the residual is written, which the next round changes."""
+        residual, self._residual = self._residual, None
+        if residual is not None:
+            self._wait(residual)
+
+    def wait_for_writing(self) -> None:
         """Wait for the checkpoint that is being written."""
+        self.wait_for_residual()
         writing, self._writing = self._writing, None
         if writing is not None:
             self._network.wait_for(writing)
 
+    def save_final(self, state: AnchorState, verdict: Verdict | None) -> None:
+        """Write the last state and wait until it is on disk. ``verdict``: None where it is not known; nothing is
+        written then."""
+        self.discard()
+        self.wait_for_writing()
+        if state.version == 0 and self._subject.run.start is not None:
+            return  # the checkpoint that the run starts from is enough
+        kept = {(one.anchor_version, one.digest) for one in self.store.kept()}
+        if verdict is not None and (state.version, state.digest) not in kept:
+            content = LocalStateContent.of(self._own())
+            content.wait_for_device()
+            own = OwnContents(content, self._carried())
+            about = self._subject.about(state.version, state.digest, verdict)
+            contents = CheckpointContents(about, state, own, self._verdicts_to(verdict))
+            self._network.call(self._write(contents))
+
+    def _verdicts_to(self, verdict: Verdict) -> tuple[Verdict, ...]:
+        upto = next((at for at, one in enumerate(self._verdicts) if one.chain == verdict.chain), -1)
+        return self._verdicts[: upto + 1] or (verdict,)
+
+    def _wait(self, part: futures.Future[_Part]) -> None:
+        """Wait for a part of a checkpoint; the training is held up for as long."""
+        began_s = self._clock()
+        self._network.wait_for(part)
+        self._pace.stalled(self._clock() - began_s)
+
+    async def _timed(self, unfinished: UnfinishedCheckpoint, work: Callable[[], object]) -> _Part:
+        """Write a part of a checkpoint in a worker thread.
+
+        A disk that refuses is a warning: others hold the state, too, and the next attempt may succeed."""
+        began_s = self._clock()
+        try:
+            await in_thread(work)
+        except StorageError as error:
+            if not unfinished.is_stopped:
+                self._warn(error)
+            return _Part(self._clock() - began_s, is_written=False)
+        return _Part(self._clock() - began_s, is_written=True)
+
+    async def _complete(self, begun: _Begun, residual: futures.Future[_Part], write_rest: Callable[[], None]) -> None:
+        """Write the rest of a checkpoint once the peer's own files are written."""
+        parts = [await asyncio.wrap_future(part) for part in (begun.own, residual)]
+        if all(part.is_written for part in parts):
+            parts.append(await self._timed(begun.unfinished, write_rest))
+        if all(part.is_written for part in parts):
+            self._note_success()
+        self._pace.wrote(sum(part.seconds for part in parts), self._clock())
+
+    async def _discard(self, begun: _Begun) -> None:
+        await asyncio.wrap_future(begun.own)
+        await in_thread(begun.unfinished.discard)
+
     async def _write(self, contents: CheckpointContents) -> None:
-        """Write a checkpoint. A disk that refuses is a warning: others hold the state, too, and the next attempt may
-        succeed."""
-        started_s = self._clock()
+        """Write a whole checkpoint at once."""
         try:
             await in_thread(self.store.write, contents)
         except StorageError as error:
-            log.log(logging.DEBUG if self._trouble else logging.WARNING, "a checkpoint is left out: %s", error)
-            self._trouble = str(error)
+            self._warn(error)
         else:
-            if self._trouble:
-                log.warning("checkpoints can be written again")
-            self._trouble = ""
-            log.debug("checkpoint of round %d: %.3f s", contents.about.round, self._clock() - started_s)
-        finally:
-            self._pace.wrote(started_s, self._clock())
+            self._note_success()
+
+    def _warn(self, error: StorageError) -> None:
+        log.log(logging.DEBUG if self._trouble else logging.WARNING, "a checkpoint is left out: %s", error)
+        self._trouble = str(error)
+
+    def _note_success(self) -> None:
+        if self._trouble:
+            log.warning("checkpoints can be written again")
+        self._trouble = ""

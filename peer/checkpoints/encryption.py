@@ -19,6 +19,7 @@ import hmac
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 from cryptography.exceptions import InvalidTag
@@ -28,7 +29,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Field, StringConstraints
 
 from shoal.peer.checkpoints.manifest import FileEntry, Hex32, canonical_json
-from shoal.peer.checkpoints.source import CheckpointSource, refusal
+from shoal.peer.checkpoints.source import CheckpointSource, FileContent, refusal
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity, key_text, seal_to
 from shoal.swarm.protocol.types import MAX_TENSORS, Record
@@ -104,11 +105,62 @@ def unseal(key: bytes, name: bytes, data: bytes, place: str) -> bytes:
         try:
             content.append(cipher.decrypt(_nonce(number, last=last), segment, None))
         except (InvalidTag, ValueError) as error:
-            raise StateFileError(
-                f"{place}: its segment {number}: expected what was sealed here under this name; it is damaged, cut "
-                "short, or of another checkpoint"
-            ) from error
+            raise _bad_segment(place, number) from error
     return b"".join(content)
+
+
+def _bad_segment(place: str, number: int) -> StateFileError:
+    return StateFileError(
+        f"{place}: its segment {number}: expected what was sealed here under this name; it is damaged, cut short, or "
+        "of another checkpoint"
+    )
+
+
+class UnsealedContent:
+    """Content of a sealed file, of which one segment is in memory at a time (a ``FileContent``).
+
+    What is returned has been authenticated, and what was not read has not."""
+
+    def __init__(self, sealed: FileContent, key: bytes, name: bytes, place: str) -> None:
+        """Raises ``StateFileError`` for what is no sealed file."""
+        header = bytearray(HEADER_BYTES)
+        if sealed.size_bytes >= HEADER_BYTES + TAG_BYTES:
+            sealed.read_into(0, memoryview(header))
+        if not header.startswith(_FORMAT):
+            raise StateFileError(f"{place}: its beginning: expected that of a sealed file, not {bytes(header[:8])!r}")
+        self.size_bytes = content_bytes(sealed.size_bytes)
+        self._sealed = sealed
+        self._place = place
+        self._cipher = _cipher(key, bytes(header[len(_FORMAT) :]), name)
+        self._number = -1
+        self._segment = memoryview(b"")
+        self._encrypted = memoryview(bytearray(SEGMENT_BYTES + TAG_BYTES))
+        self._opened = memoryview(bytearray(SEGMENT_BYTES))
+
+    def read_into(self, at: int, out: memoryview) -> None:
+        while out.nbytes:
+            number, offset = divmod(at, SEGMENT_BYTES)
+            if number != self._number:
+                self._open(number)
+            piece = self._segment[offset : offset + out.nbytes]
+            if not piece:
+                raise refusal(self._place, "size", f"more than {self.size_bytes} bytes of content", "less")
+            out[: piece.nbytes] = piece
+            at, out = at + piece.nbytes, out[piece.nbytes :]
+
+    def _open(self, number: int) -> None:
+        start = HEADER_BYTES + number * (SEGMENT_BYTES + TAG_BYTES)
+        stop = min(start + SEGMENT_BYTES + TAG_BYTES, self._sealed.size_bytes)
+        encrypted = self._encrypted[: max(0, stop - start)]
+        self._number = -1
+        self._sealed.read_into(start, encrypted)
+        opened = self._opened[: max(0, encrypted.nbytes - TAG_BYTES)]
+        nonce = _nonce(number, last=stop == self._sealed.size_bytes)
+        try:
+            self._cipher.decrypt_into(nonce, encrypted, None, opened)
+        except (InvalidTag, ValueError) as error:
+            raise _bad_segment(self._place, number) from error
+        self._number, self._segment = number, opened
 
 
 def _cipher(key: bytes, salt: bytes, name: bytes) -> AESGCM:
@@ -210,6 +262,13 @@ class SealedSource:
         if len(data) != size_bytes:
             raise refusal(place, "size", f"{size_bytes} bytes", "more" if len(data) > size_bytes else str(len(data)))
         return unseal(self._key, self._number + name.encode(), data, place)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[FileContent]:
+        """Raises ``StateFileError``, also for a file of another size than is listed."""
+        self.size_bytes(name)
+        with self._sealed.open(name + SUFFIX) as sealed:
+            yield UnsealedContent(sealed, self._key, self._number + name.encode(), self.place(name))
 
     def size_bytes(self, name: str) -> int:
         """Raises ``StateFileError``, also for a file of another size than is listed."""

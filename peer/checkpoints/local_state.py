@@ -12,8 +12,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.compression.scratch import empty_aligned
-from shoal.peer.checkpoints.source import refusal
-from shoal.peer.checkpoints.tensors import can_be_saved, parse_file
+from shoal.peer.checkpoints.manifest import OWN_FILE, RESIDUAL_FILE
+from shoal.peer.checkpoints.source import CheckpointSource, FileContent, refusal
+from shoal.peer.checkpoints.tensor_file import TensorEntry, read_entries, read_tensor
+from shoal.peer.checkpoints.tensors import can_be_saved, file_pieces
 from shoal.peer.training.parameters import plain_name
 from shoal.swarm.averaging.outcome import CarriedResidual
+from shoal.swarm.errors import StateFileError
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,13 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 _CONTENT = "content"
 """Name of the tensor that holds the JSON, (bytes,) uint8."""
+
+_MAX_CONTENT_BYTES = 2**28
+_RESIDUAL = "residual"
+_WEIGHT = "weight_tokens"
+
+MakeRoom = Callable[[TensorEntry], Tensor | None]
+"""Memory for a tensor of a file, of its type and shape; None for memory of its own."""
 
 
 class NotPlain(ValueError):
@@ -104,134 +112,214 @@ def _key(key: Any, where: str) -> str | int:
 
 
 @dataclass(frozen=True)
-class LocalStateSnapshot:
-    """A snapshot that is to be written: ``plain`` is JSON with the tensors taken out.
+class LocalStateContent:
+    """The content of the file of a peer's own state: ``plain`` is JSON with the tensors taken out, by reference.
 
-    Copies from another device may still be under way: call ``wait`` before reading them."""
+    A copy from another device may still be under way: ``pieces`` waits for it."""
 
     plain: Any
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     copied: tuple[torch.cuda.Event, ...] = ()
 
-    def wait(self) -> None:
-        for event in self.copied:
-            event.synchronize()
-
-    def file(self) -> dict[str, Tensor]:
-        """The tensors of the snapshot's file."""
-        text = json.dumps(self.plain, separators=(",", ":"), allow_nan=False).encode()
-        return {**self.tensors, _CONTENT: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-
-
-def parse_local_state(data: bytes, place: str) -> dict[str, Any]:
-    """Decode the tree from a file's checked bytes. Raises ``StateFileError``."""
-    tensors = parse_file(data, place)
-    try:
-        tree = from_plain(json.loads(bytes(tensors[_CONTENT].numpy())), tensors)
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise refusal(place, "its content", "a peer's own state", str(error)[:200]) from error
-    if not isinstance(tree, dict):
-        raise refusal(place, "its content", "a dict", type(tree).__name__)
-    return tree
-
-
-class SnapshotBuffers:
-    """Memory for snapshots, used again for the next one: the first touch of fresh pages costs more than the copy.
-
-    ``copy`` overwrites the snapshot before; it is called on the training thread."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def prepare(self, tree: Mapping[str, Any]) -> None:
-        """Allocate and touch the memory for a snapshot of ``tree``, before the first ``copy``; in any thread."""
-        room: dict[str, Tensor] = {}
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> LocalStateContent:
+        """Take a tree apart; top-level branches that cannot be saved are left out, with a warning."""
+        tensors: dict[str, Tensor] = {}
 
         def keep(name: str, tensor: Tensor) -> None:
-            room[name] = _room_for(tensor).zero_()
-
-        for name, branch in tree.items():
-            with suppress(NotPlain):  # ``copy`` logs it
-                to_plain(branch, keep, name)
-        self._kept = room
-
-    def copy(self, tree: Mapping[str, Any]) -> LocalStateSnapshot:
-        """Copy everything in ``tree``; top-level branches that cannot be saved are left out, with a warning."""
-        kept, self._kept = self._kept, {}
-        devices: set[torch.device] = set()
-
-        def keep(name: str, tensor: Tensor) -> None:
-            if name in self._kept:
+            if name in tensors:
                 raise NotPlain(f"{name}: two tensors have this name")
-            copy = kept.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = _room_for(tensor)
-            copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-            self._kept[name] = copy
-            if tensor.is_cuda:
-                devices.add(tensor.device)
+            tensors[name] = tensor
 
         branches = []
         for name, branch in tree.items():
-            before = dict(self._kept)
+            before = dict(tensors)
             try:
                 branches.append([name, to_plain(branch, keep, name)])
             except NotPlain as error:
-                self._kept = before
+                tensors = before
                 log.warning("a part of this peer's own state is left out of checkpoints: %s", error)
+        return cls({"dict": branches}, tensors)
+
+    def copy(self) -> LocalStateContent:
+        """Return the same with copies of the tensors in the machine's memory, for a loop that trains on meanwhile."""
+        devices = {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}
+        copies = {name: _copy_of(tensor) for name, tensor in self.tensors.items()}
         copied = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-        return LocalStateSnapshot({"dict": branches}, dict(self._kept), copied)
+        return LocalStateContent(self.plain, copies, copied)
+
+    def wait_for_device(self) -> None:
+        """Wait until the computations are done that the training thread has begun on the tensors."""
+        for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """Yield the content of the file, in pieces."""
+        for event in self.copied:
+            event.synchronize()
+        text = json.dumps(self.plain, separators=(",", ":"), allow_nan=False).encode()
+        content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        yield from file_pieces({**self.tensors, _CONTENT: content})
 
 
-def _room_for(tensor: Tensor) -> Tensor:
-    if tensor.is_cuda:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    if tensor.dtype == torch.float32:
-        return empty_aligned(tensor.numel()).view(tensor.shape)
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+def _copy_of(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.detach().cpu().clone()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def residual_pieces(carried: CarriedResidual) -> Iterator[bytes | memoryview]:
+    """Yield the content of the residual's file, in pieces."""
+    return file_pieces({_RESIDUAL: carried.residual, _WEIGHT: torch.tensor(carried.weight_tokens)})
 
 
 # What is in it ------------------------------------------------------------------------------------------------
 
 
-def local_state_tree(optimizer: Optimizer | None, model: nn.Module, carried: CarriedResidual) -> dict[str, Any]:
-    """The tree of a peer's own state, its tensors by reference."""
+def local_state_tree(optimizer: Optimizer | None, model: nn.Module) -> dict[str, Any]:
+    """The tree of a peer's own state without the residual, its tensors by reference."""
     return {
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "buffers": _buffers(model),
-        "residual": carried.residual,
-        "residual_weight_tokens": carried.weight_tokens,
         "random": _random_state(),
     }
 
 
-def restore_local_state(tree: Mapping[str, Any], optimizer: Optimizer | None, model: nn.Module) -> None:
-    """Restore optimizer, buffers and random state; what does not fit is left as it is, with a warning."""
-    attempts = {"optimizer": lambda part: _restore_optimizer(optimizer, part), "random": _restore_random_state}
-    attempts["buffers"] = lambda part: _restore_buffers(model, part)
-    for name, attempt in attempts.items():
-        if tree.get(name) is None:
-            continue
+@dataclass(frozen=True)
+class SavedLocalState:
+    """A peer's own state in the files of a checkpoint, which have been read through and found undamaged.
+
+    Its tensors are read now, in a second pass, one after the other and into the memory where they belong, so that
+    nothing of the files' size is held and nothing is overwritten by a damaged file."""
+
+    source: CheckpointSource
+
+    def restore(self, optimizer: Optimizer | None, model: nn.Module) -> dict[str, Any]:
+        """Restore optimizer, buffers and random state; return all else, such as counters.
+
+        What does not fit is left as it is, with a warning. Raises ``StateFileError`` for a file that is no peer's own
+        state, or that cannot be read any more."""
+        rest = {}
+        with self.source.open(OWN_FILE) as content:
+            tensors = _SavedTensors(content, self.source.place(OWN_FILE))
+            for name, branch in tensors.branches():
+                try:
+                    match name:
+                        case "optimizer":
+                            _restore_optimizer(optimizer, branch, tensors)
+                        case "buffers":
+                            _restore_buffers(model, from_plain(branch, tensors))
+                        case "random":
+                            _restore_random_state(from_plain(branch, tensors))
+                        case _:
+                            rest[name] = from_plain(branch, tensors)
+                except StateFileError:
+                    raise
+                except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+                    # The file is undamaged and our own, so another version of the training loop or of torch wrote it.
+                    log.warning("going on without the %s of the checkpoint, which does not fit: %s", name, error)
+        return rest
+
+    def restore_residual(self, into: Tensor) -> int | None:
+        """Read the residual into memory of its type and size; return the weight in tokens that it counts with.
+
+        None where the residual has another type or size; ``into`` is as it was then. Raises ``StateFileError``."""
+        with self.source.open(RESIDUAL_FILE) as content:
+            place = self.source.place(RESIDUAL_FILE)
+            entries = {one.name: one for one in read_entries(content, place)}
+            weight = torch.zeros((), dtype=torch.int64)
+            if not {_RESIDUAL, _WEIGHT} <= entries.keys() or not _fits(entries[_WEIGHT], weight):
+                raise refusal(place, "its tensors", f"{_RESIDUAL} and {_WEIGHT}", "others")
+            read_tensor(content, entries[_WEIGHT], weight)
+            if not _fits(entries[_RESIDUAL], into) or int(weight) < 0:
+                return None
+            read_tensor(content, entries[_RESIDUAL], into)
+        return int(weight)
+
+
+class _SavedTensors(Mapping[str, Tensor]):
+    """Tensors of the file of a peer's own state by name; each is read when it is asked for, into ``room`` for it."""
+
+    def __init__(self, content: FileContent, place: str) -> None:
+        """Raises ``StateFileError``."""
+        self.room: MakeRoom = lambda entry: None
+        self._content = content
+        self._place = place
+        self._entries = {one.name: one for one in read_entries(content, place)}
+
+    def branches(self) -> list[tuple[str, Any]]:
+        """Names and JSON values of the tree's branches, read from the file. Raises ``StateFileError``."""
+        entry = self._entries.get(_CONTENT)
+        if entry is None or entry.dtype != torch.uint8 or entry.elements > _MAX_CONTENT_BYTES:
+            raise refusal(self._place, "its content", "a peer's own state", "none")
         try:
-            attempt(tree[name])
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            # The file is undamaged and our own, so another version of the training loop or of torch wrote it.
-            log.warning("going on without the %s of the checkpoint, which does not fit: %s", name, error)
+            plain = json.loads(bytes(self[_CONTENT].numpy()))
+            match plain:
+                case {"dict": list(pairs), **rest} if not rest:
+                    return [(str(_key(key, "a dict")), branch) for key, branch in pairs]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise refusal(self._place, "its content", "a peer's own state", str(error)[:200]) from error
+        raise refusal(self._place, "its content", "a dict", type(plain).__name__)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        out = self.room(entry)
+        if out is None:
+            out = torch.empty(entry.shape, dtype=entry.dtype)
+        read_tensor(self._content, entry, out)
+        return out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
-def carried_residual(tree: Mapping[str, Any], elements: int) -> CarriedResidual | None:
-    """The residual in the tree; None where there is none of that size."""
-    residual, weight = tree.get("residual"), tree.get("residual_weight_tokens")
-    if not isinstance(residual, Tensor) or not isinstance(weight, int) or weight < 0:
-        return None
-    if residual.shape != (elements,) or residual.dtype != torch.float32:
-        return None
-    return CarriedResidual(residual, weight)
+def _fits(entry: TensorEntry, memory: Tensor) -> bool:
+    return (entry.dtype, entry.shape) == (memory.dtype, tuple(memory.shape))
 
 
-def _restore_optimizer(optimizer: Optimizer | None, part: dict[str, Any]) -> None:
-    if optimizer is not None:
-        optimizer.load_state_dict(part)
+def _restore_optimizer(optimizer: Optimizer | None, branch: Any, tensors: _SavedTensors) -> None:
+    """Restore an optimizer, each tensor into the one that it has, or into a new one on the parameter's device."""
+    match branch:
+        case {"dict": list(pairs), **rest} if not rest:
+            parts = {_key(key, "a dict"): part for key, part in pairs}
+        case _:
+            parts = {}
+    if optimizer is None or not parts:
+        return
+    groups = from_plain(parts["param_groups"], tensors)
+    if [len(one["params"]) for one in groups] != [len(one["params"]) for one in optimizer.param_groups]:
+        raise ValueError("it has other groups of parameters now")
+    numbers = [str(number) for group in groups for number in group["params"]]
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    by_number: dict[str, Tensor] = dict(zip(numbers, parameters, strict=True))
+
+    def room(entry: TensorEntry) -> Tensor | None:
+        _, _, number, *rest = entry.name.split("/", 3)
+        parameter = by_number.get(number)
+        if parameter is None:
+            return None
+        held = optimizer.state.get(parameter, {}).get(rest[0]) if rest else None
+        if isinstance(held, Tensor) and _fits(entry, held):
+            return held
+        return torch.empty_like(parameter, requires_grad=False) if _fits(entry, parameter) else None
+
+    tensors.room = room
+    try:
+        state = from_plain(parts["state"], tensors)
+    except StateFileError:
+        optimizer.state.clear()  # some of it may have been overwritten
+        raise
+    finally:
+        tensors.room = lambda entry: None
+    before = [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        for name in {"lr", "initial_lr"} & own.keys():  # the loop's, or the run's schedule's
+            group[name] = own[name]
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

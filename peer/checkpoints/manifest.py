@@ -22,13 +22,15 @@ from shoal.swarm.protocol.types import MAX_STAGES, MAX_TENSORS, Count, Record, S
 
 MANIFEST = "manifest.json"
 OWN_FILE = "peer.safetensors"
+RESIDUAL_FILE = "residual.safetensors"
+OWN_FILES = (OWN_FILE, RESIDUAL_FILE)
+"""Files of the peer's own state, which copies for others lack."""
+
 VERDICTS_FILE = "verdicts.msgpack"
 _CONTEXT = b"shoal checkpoint, version 1\0"
 _MAX_BYTES = 64 * 2**20
 _NUMBERED = "-[0-9]{5}-of-[0-9]{5}"
-_FILE_NAME = (
-    rf"^((anchor|outer){_NUMBERED}\.safetensors|peer\.safetensors|verdicts\.msgpack|verdicts{_NUMBERED}\.msgpack)$"
-)
+_FILE_NAME = rf"^((anchor|outer){_NUMBERED}\.safetensors|(peer|residual)\.safetensors|verdicts(|{_NUMBERED})\.msgpack)$"
 
 Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]

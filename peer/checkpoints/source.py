@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from shoal.peer.regular_file import open_regular, read_regular
 from shoal.swarm.errors import StateFileError
+
+_BLOCK_BYTES = 512
+"""Unit of ``st_blocks``."""
+
+_FEW_BYTES, _MOST_HOLLOW = 2**26, 64
+"""A file that is larger than this, and so many times as large as what the disk holds of it, is refused: it costs who
+made it nothing, and would be read for hours."""
+
+
+class FileContent(Protocol):
+    """Content of an open file of a checkpoint, for one thread; reading in order is cheapest."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the content."""
+
+    def read_into(self, at: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from ``at`` on. Raises ``StateFileError``, also where the content ends before."""
 
 
 class CheckpointSource(Protocol):
@@ -19,6 +39,9 @@ class CheckpointSource(Protocol):
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         """The whole file, or one byte more than ``limit_bytes`` of a longer one. Raises ``StateFileError``."""
+
+    def open(self, name: str) -> AbstractContextManager[FileContent]:
+        """Open a file, to be read piece by piece. Raises ``StateFileError``."""
 
     def size_bytes(self, name: str) -> int:
         """Size of the file's content, without reading it. Raises ``StateFileError``."""
@@ -43,16 +66,50 @@ class FolderSource:
         except OSError as error:
             raise StateFileError(f"{path}: cannot be read: {error}") from error
 
+    @contextmanager
+    def open(self, name: str) -> Iterator[FileContent]:
+        path = self.folder / name
+        try:
+            file = open_regular(path, buffering=0)
+        except OSError as error:
+            raise StateFileError(f"{path}: cannot be read: {error}") from error
+        with file:
+            yield _OpenFile(file, str(path), os.fstat(file.fileno()).st_size)
+
     def size_bytes(self, name: str) -> int:
         path = self.folder / name
         try:
             with open_regular(path) as file:
-                return os.fstat(file.fileno()).st_size
+                about = os.fstat(file.fileno())
         except OSError as error:
             raise StateFileError(f"{path}: cannot be read: {error}") from error
+        stored_bytes = _BLOCK_BYTES * getattr(about, "st_blocks", about.st_size)
+        if about.st_size > _FEW_BYTES + _MOST_HOLLOW * stored_bytes:
+            raise refusal(str(path), "content", f"{about.st_size} bytes", f"{stored_bytes} and holes")
+        return about.st_size
 
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()
+
+
+@dataclass
+class _OpenFile:
+    """An unbuffered file of this machine (a ``FileContent``)."""
+
+    file: BinaryIO
+    place: str
+    size_bytes: int
+
+    def read_into(self, at: int, out: memoryview) -> None:
+        try:
+            self.file.seek(at)
+            while out.nbytes:
+                count = self.file.readinto(out)  # type: ignore[attr-defined]
+                if not count:
+                    raise refusal(self.place, "size", f"{self.size_bytes} bytes", "less")
+                out = out[count:]
+        except OSError as error:
+            raise StateFileError(f"{self.place}: cannot be read: {error}") from error
 
 
 def refusal(place: str, field: str, expected: str, found: str) -> StateFileError:

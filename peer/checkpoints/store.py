@@ -12,20 +12,25 @@ import secrets
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.peer.checkpoints.checkpoint import Checkpoint, CheckpointContents, read_checkpoint
+from torch import Tensor
+
+from shoal.peer.checkpoints.checkpoint import Checkpoint, CheckpointContents, pack_verdicts, read_checkpoint
 from shoal.peer.checkpoints.encryption import ENVELOPE, open_source
-from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
+from shoal.peer.checkpoints.manifest import MANIFEST, VERDICTS_FILE, CheckpointAbout, Manifest, read_manifest
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.writer import CheckpointWriter
+from shoal.peer.checkpoints.state_files import StateFiles
+from shoal.peer.checkpoints.writer import CheckpointWriter, Files
 from shoal.swarm.durable import sync_folder
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +58,8 @@ class StoredCheckpoint:
 class CheckpointStore:
     """Checkpoints of one run and one peer; opening the store removes what killed writers left.
 
-    Methods block: call them in worker threads. They may run at the same time, but for ``write``, which is for one
-    thread."""
+    Methods block: call them in worker threads. They may run at the same time, but for what writes, which is for one
+    thread at a time."""
 
     def __init__(
         self,
@@ -67,8 +72,8 @@ class CheckpointStore:
         """``folder`` is made with the first checkpoint. ``sealed_for``: checkpoints are written sealed, for the
         identity and these raw Ed25519 public keys; both kinds are read."""
         self.folder = folder
-        self._identity = identity
-        self._sealed_for = sealed_for
+        self.identity = identity
+        self.sealed_for = sealed_for
         self._run_hash = run_hash
         self._retention = retention
         self._lock = threading.Lock()
@@ -93,26 +98,29 @@ class CheckpointStore:
         kept = self.kept()[: self._retention.newest]
         return kept[-1].round if kept else None
 
-    def load(self, kept: StoredCheckpoint) -> Checkpoint:
-        """Read and check a checkpoint.
+    def load(self, kept: StoredCheckpoint, *, with_own: bool = True) -> Checkpoint:
+        """Read and check a checkpoint, ``with_own`` the files of the peer's own state, too.
 
         Raises ``StateFileError`` for a damaged one, which is left as it is and not counted from now on."""
         try:
             with self.holding(kept):
-                return read_checkpoint(open_source(FolderSource(kept.folder), self._identity), self._run_hash)
+                source = open_source(FolderSource(kept.folder), self.identity)
+                return read_checkpoint(source, self._run_hash, with_own=with_own)
         except StateFileError:
             with self._lock:
                 self._kept.pop(kept.round, None)
             raise
 
-    def load_newest(self, version: int | None = None, digest: bytes | None = None) -> Checkpoint | None:
+    def load_newest(
+        self, version: int | None = None, digest: bytes | None = None, *, with_own: bool = True
+    ) -> Checkpoint | None:
         """The newest undamaged checkpoint, of that anchor version and state digest if they are given; None without one.
 
-        Damaged ones that are passed over are logged."""
+        ``with_own``: as in ``load``. Damaged ones that are passed over are logged."""
         for kept in self.kept():
             if version in (None, kept.anchor_version) and digest in (None, kept.digest):
                 try:
-                    return self.load(kept)
+                    return self.load(kept, with_own=with_own)
                 except StateFileError as error:
                     log.warning("a checkpoint cannot be used, an older one may do: %s", error)
         return None
@@ -134,29 +142,31 @@ class CheckpointStore:
     # Writing ------------------------------------------------------------------------------------------------
 
     def write(self, contents: CheckpointContents) -> StoredCheckpoint:
-        """Write a checkpoint, then remove superfluous ones.
-
-        Raises ``StorageError`` when the disk refuses: nothing of the new one is left then, and older ones are as they
-        were."""
+        """Write a checkpoint, then remove superfluous ones. Raises ``StorageError`` as ``UnfinishedCheckpoint``."""
         about = contents.about
-        place = self.folder / folder_name(about.round)
-        same = self._kept.get(about.round)
-        if same is not None and (same.chain.hex(), same.digest.hex()) == (about.chain, about.state_digest):
+        same = self.stored_as(about)
+        if same is not None:
             return same
-        hidden = self.folder / f"{WRITING}{about.round:08}-{secrets.token_hex(4)}"
-        try:
-            self._set_other_history_aside(about.round)
-            hidden.mkdir(parents=True)
-            writer = CheckpointWriter(hidden, self._identity, self._sealed_for)
-            writer.add(contents.files())
-            manifest = writer.finish(about)
-            self._publish(hidden, place)
-        except OSError as error:
-            shutil.rmtree(hidden, ignore_errors=True)
-            raise StorageError(
-                f"{place}: the checkpoint cannot be written: {error}; older ones are as they were. Free some space, "
-                "keep fewer with --keep-checkpoints, or give another folder with --state"
-            ) from error
+        unfinished = self.begin(about.round)
+        if contents.own is not None:
+            unfinished.add(contents.own.files())
+        unfinished.add_state(unfinished.state_files(contents.state.values, about.layout))
+        return unfinished.finish(about, contents.verdicts)
+
+    def begin(self, number: int) -> UnfinishedCheckpoint:
+        """Begin a checkpoint of that round. Raises ``StorageError``."""
+        return UnfinishedCheckpoint(self, number)
+
+    def stored_as(self, about: CheckpointAbout) -> StoredCheckpoint | None:
+        """The checkpoint that is here already of the same round and state; None where there is none."""
+        with self._lock:
+            kept = self._kept.get(about.round)
+        is_same = kept is not None and (kept.chain.hex(), kept.digest.hex()) == (about.chain, about.state_digest)
+        return kept if is_same else None
+
+    def take(self, manifest: Manifest, hidden: Path, place: Path) -> StoredCheckpoint:
+        """Give a complete checkpoint its name, and remove superfluous ones. Raises ``OSError``."""
+        self._publish(hidden, place)
         kept = self._note(manifest, place)
         self._retire()
         return kept
@@ -193,9 +203,9 @@ class CheckpointStore:
         folder.rename(hidden)
         shutil.rmtree(hidden)
 
-    def _set_other_history_aside(self, number: int) -> None:
-        """Rename checkpoints of this round or later ones: a round ends once, so they are of another history of the
-        run."""
+    def set_other_history_aside(self, number: int) -> None:
+        """Rename checkpoints of this round or later ones: a round ends once, so they are of another history of the run.
+        Raises ``OSError``."""
         for place in checkpoint_folders(self.folder):
             if round_of(place) >= number:
                 aside = self.folder / f"{ASIDE}{place.name}-{secrets.token_hex(4)}"
@@ -210,6 +220,75 @@ class CheckpointStore:
                 log.info("%s: left by a process that was killed; removed", left)
                 with suppress(OSError):
                     shutil.rmtree(left)
+
+
+class UnfinishedCheckpoint:
+    """A checkpoint that is being written, file by file, into a hidden folder of the store.
+
+    It is a checkpoint once ``finish`` has returned. Methods block, and raise ``StorageError`` when the disk refuses, or
+    when it was stopped: nothing of it is left then, and older ones are as they were."""
+
+    def __init__(self, store: CheckpointStore, number: int) -> None:
+        self._store = store
+        self._place = store.folder / folder_name(number)
+        self._hidden = store.folder / f"{WRITING}{number:08}-{secrets.token_hex(4)}"
+        self.is_stopped = False
+        with self._or_none():
+            self._hidden.mkdir(parents=True)
+            self._writer = CheckpointWriter(self._hidden, store.identity, store.sealed_for)
+
+    def add(self, files: Files) -> None:
+        """Write these files."""
+        with self._or_none():
+            self._writer.add((name, self._until_stopped(pieces)) for name, pieces in files)
+
+    def state_files(self, values: Tensor, layout: Sequence[TensorSpec]) -> StateFiles:
+        """The files of the state, (1 + slots, n) float32, for ``add_state``; a guard of it until they are written."""
+        return self._writer.state_files(values, layout)
+
+    def add_state(self, files: StateFiles) -> None:
+        """Write the files of the state."""
+        with self._or_none():
+            self._writer.add_state(files)
+
+    def finish(self, about: CheckpointAbout, verdicts: tuple[Verdict, ...]) -> StoredCheckpoint:
+        """Complete the checkpoint, once everything was added, and remove superfluous ones."""
+        with self._or_none():
+            same = self._store.stored_as(about)
+            if same is not None:
+                self.discard()
+                return same
+            self._writer.add([(VERDICTS_FILE, [pack_verdicts(verdicts)])])
+            self._store.set_other_history_aside(about.round)
+            return self._store.take(self._writer.finish(about), self._hidden, self._place)
+
+    def stop(self) -> None:
+        """Have a call in another thread raise soon; for any thread."""
+        self.is_stopped = True
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self._hidden, ignore_errors=True)
+
+    def _until_stopped(self, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        for piece in pieces:
+            if self.is_stopped:
+                raise StorageError(f"{self._place}: the checkpoint was stopped")
+            yield piece
+
+    @contextmanager
+    def _or_none(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            self.discard()
+            raise
+        except OSError as error:
+            self.discard()
+            raise StorageError(
+                f"{self._place}: the checkpoint cannot be written: {error}; older ones are as they were. Free some "
+                "space, keep fewer with --keep-checkpoints, or give another folder with --state"
+            ) from error
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:

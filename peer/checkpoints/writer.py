@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from shoal.peer.checkpoints.encryption import ENVELOPE, Sealing
 from shoal.peer.checkpoints.manifest import MANIFEST, CheckpointAbout, FileEntry, Manifest
+from shoal.peer.checkpoints.state_files import PlainStateFiles, SealedStateFiles, StateFiles
 from shoal.swarm.durable import sync, sync_folder
 from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.types import TensorSpec
 
 Files = Iterable[tuple[str, Iterable[bytes | memoryview]]]
 """Name and content, in pieces, of each file but the manifest."""
@@ -29,6 +33,15 @@ class CheckpointWriter:
     def add(self, files: Files) -> None:
         for name, pieces in files:
             self._entries[name] = self._write(name, pieces)
+
+    def state_files(self, values: Tensor, layout: Sequence[TensorSpec]) -> StateFiles:
+        """The files of a state, (1 + slots, n) float32, for ``add_state``."""
+        if self._sealing is None:
+            return PlainStateFiles(self._folder, values, layout)
+        return SealedStateFiles(self._write, values, layout)
+
+    def add_state(self, files: StateFiles) -> None:
+        self._entries.update(files.write())
 
     def finish(self, about: CheckpointAbout) -> Manifest:
         """Sign the files that were added and write the manifest, which completes the checkpoint."""

@@ -6,6 +6,9 @@ import sys
 
 UNSUPERVISED = "--no-supervisor"
 
+INVITE_VARIABLE = "SHOAL_INVITE"
+"""Environment variable with the invite, for commands that take one: arguments are seen by all users of a machine."""
+
 
 def main() -> None:
     """Run the command. Imports are late, so that a supervisor, which lives as long as its host, stays small."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import socket
 import time
@@ -20,9 +21,18 @@ from shoal.peer.machine_memory import memory_text
 from shoal.peer.options import DEFAULT_PORT
 from shoal.peer.pipeline.profile import CACHE, ModelProfile, profile_model
 from shoal.peer.recipes import load_recipe
-from shoal.peer.recipes.model_memory import check_layers_fit, held_copies
-from shoal.peer.training.device import autocast, choose_device, describe_device, usable_bytes
+from shoal.peer.recipes.model_memory import check_layers_fit
+from shoal.peer.training.device import (
+    MemoryBytes,
+    MemoryLimits,
+    autocast,
+    choose_device,
+    demanded_memory,
+    describe_device,
+    usable_memory,
+)
 from shoal.swarm.errors import DeviceError, RecipeError
+from shoal.swarm.memory_account import account_of
 from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.run_file import PipelineSection, RunFile, load_run_file, parse_run_file
 from shoal.swarm.protocol.types import DeviceInfo
@@ -63,11 +73,11 @@ class Diagnosis:
 
     run: str
     device: DeviceInfo
-    usable_bytes: int
-    limit_bytes: int | None
+    usable: MemoryBytes
+    limits: MemoryLimits
     precision: str
     model: ModelProfile
-    layer_bytes: tuple[int, ...]
+    layer_bytes: tuple[MemoryBytes, ...]
     span: tuple[int, int]
     has_numba: bool
     has_idle_gpu: bool
@@ -83,11 +93,19 @@ class Diagnosis:
     def is_whole(self) -> bool:
         return self.span == (0, len(self.model.layers))
 
+    @property
+    def limited(self) -> tuple[tuple[str, int | None, int], ...]:
+        """Option, its value, and what is usable, of each memory; last that in which the device computes."""
+        host = ("--max-memory", self.limits.host_bytes, self.usable.host)
+        if self.usable.device is None:
+            return (host,)
+        return host, ("--max-device-memory", self.limits.device_bytes, self.usable.device)
+
 
 def examine(
     run_path: Path | None,
     device_name: str,
-    limit_bytes: int | None,
+    limits: MemoryLimits,
     cache: Path = CACHE,
     *,
     data: Sequence[Path] = (),
@@ -99,19 +117,19 @@ def examine(
     run = load_run_file(run_path)[1] if run_path else parse_run_file(_USUAL)
     if run.recipe.name == "own":
         raise RecipeError(f"{run_path}: the members of this run bring their own model, which cannot be measured here")
-    usable = usable_bytes(device, limit_bytes)  # before anything of ours is in it
-    if usable <= 0:
+    usable = usable_memory(device, limits)  # before anything of ours is in it
+    if usable.computing <= 0:
         raise DeviceError(f"no memory of {device} is free: end other programs that use it")
     recipe = load_recipe(run, data)
-    check_layers_fit(run, recipe, usable)
+    check_layers_fit(run, recipe, usable.computing)
     model = profile_model(run, recipe, device, time.time(), cache)
     costs = [layer.cost for layer in model.layers]
     layer_bytes = tuple(held_bytes(cost, run, device) for cost in costs)
     return Diagnosis(
         run=run.run.name,
         device=describe_device(str(device)),
-        usable_bytes=usable,
-        limit_bytes=limit_bytes,
+        usable=usable,
+        limits=limits,
         precision="float32" if autocast(device, run.inner.precision) is nullcontext else "bfloat16",
         model=model,
         layer_bytes=layer_bytes,
@@ -122,28 +140,31 @@ def examine(
     )
 
 
-def held_bytes(cost: LayerCost, run: RunFile, device: torch.device) -> int:
-    """Memory that a layer takes on the device: parameters, gradients, inner optimizer, and what autograd keeps for all
-    micro-batches in flight; on the CPU also anchor, outer optimizer and averaging. A pipeline's layer counts as the
-    coordinator's plan counts it."""
+def held_bytes(cost: LayerCost, run: RunFile, device: torch.device) -> MemoryBytes:
+    """Memory that a layer takes: what the account has for its parameters, and what autograd keeps for all micro-batches
+    in flight. A pipeline's layer counts as the coordinator's plan counts it."""
     waiting = run.pipeline.in_flight if run.pipeline else _WAITING
-    return int(held_copies(run, device) * cost.parameters_bytes) + waiting * cost.kept_bytes
+    return demanded_memory(device, account_of(run).demand(), cost.parameters_bytes // 4, waiting * cost.kept_bytes)
 
 
-def largest_span(costs: Sequence[LayerCost], layer_bytes: Sequence[int], memory_bytes: int) -> tuple[int, int]:
+def largest_span(
+    costs: Sequence[LayerCost], layer_bytes: Sequence[MemoryBytes], usable: MemoryBytes
+) -> tuple[int, int]:
     """Of the runs of layers [first, stop) that fit into memory, the one with most parameters; (0, 0) if none fits."""
     best, best_parameters = (0, 0), -1
-    first, taken, parameters = 0, 0, 0
-    for stop, (cost, size) in enumerate(zip(costs, layer_bytes, strict=True), 1):
-        taken += size
+    first, parameters = 0, 0
+    for stop, cost in enumerate(costs, 1):
         parameters += cost.parameters_bytes
-        while taken > memory_bytes:
-            taken -= layer_bytes[first]
+        while first < stop and not _sum(layer_bytes[first:stop]).fit_into(usable):
             parameters -= costs[first].parameters_bytes
             first += 1
         if first < stop and parameters > best_parameters:
             best, best_parameters = (first, stop), parameters
     return best
+
+
+def _sum(sizes: Sequence[MemoryBytes]) -> MemoryBytes:
+    return functools.reduce(MemoryBytes.__add__, sizes)
 
 
 def advice(found: Diagnosis) -> Iterator[str]:
@@ -160,15 +181,15 @@ def advice(found: Diagnosis) -> Iterator[str]:
             f"\\[pipeline], as a stage."
         )
     else:
-        need = min(found.layer_bytes)
-        more = "allow a larger --max-memory" if found.limit_bytes else "end other programs"
-        yield f"Not one layer fits, the smallest takes {memory_text(need)}: {more}, or join a run with smaller layers."
+        need = min(found.layer_bytes, key=lambda one: one.computing)
+        more = _how_to_allow_more(need, found)
+        yield f"Not one layer fits, the smallest takes {_text(need)}: {more}, or join a run with smaller layers."
     if found.model.whole:
         yield f"Measured as a whole, since it cannot be cut into stages: {escape(found.model.whole)}."
-    if found.limit_bytes is not None and found.limit_bytes > found.usable_bytes:
-        usable, limit = memory_text(found.usable_bytes), memory_text(found.limit_bytes)
-        yield f"Of the {limit} of --max-memory only {usable} are free now."
-    if found.limit_bytes is None and found.usable_bytes < found.device.memory_bytes / 2:
+    for option, limit, usable in found.limited:
+        if limit is not None and limit > usable:
+            yield f"Of the {memory_text(limit)} of {option} only {memory_text(usable)} are free now."
+    if found.limited[-1][1] is None and found.usable.computing < found.device.memory_bytes / 2:
         yield "More than half of the memory is in use: other programs take it."
     if found.has_idle_gpu:
         yield "This machine has a GPU that is not used: leave --device out."
@@ -178,6 +199,21 @@ def advice(found: Diagnosis) -> Iterator[str]:
         yield f"Port {DEFAULT_PORT} is in use: `shoal host` needs another one here, --bind 0.0.0.0:PORT."
 
 
+def _text(memory: MemoryBytes) -> str:
+    if memory.device is None:
+        return memory_text(memory.host)
+    return f"{memory_text(memory.device)} on the GPU and {memory_text(memory.host)} of the machine's memory"
+
+
+def _how_to_allow_more(need: MemoryBytes, found: Diagnosis) -> str:
+    """Return what the owner can do about the memory that is too small for a layer."""
+    needs = (need.host,) if need.device is None else (need.host, need.device)
+    for (option, limit, usable), needed in zip(found.limited, needs, strict=True):
+        if needed > usable:
+            return f"allow a larger {option}" if limit else "end other programs"
+    return "end other programs"
+
+
 def report(found: Diagnosis) -> RenderableType:
     """Render the diagnosis for a terminal of 80 columns or more. For each kind of layer: how many there are, the
     parameters of one, and for a micro-batch the time forward and backward, the bytes sent on and the bytes kept; then
@@ -185,11 +221,12 @@ def report(found: Diagnosis) -> RenderableType:
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
-    capped = " (--max-memory)" if found.limit_bytes == found.usable_bytes else ""
+    capped = [option for option, limit, usable in found.limited if limit == usable]
     facts.add_row("device", escape(f"{found.device.name} ({found.device.kind})"))
-    facts.add_row(
-        "memory", f"{memory_text(found.usable_bytes)} usable{capped} of {memory_text(found.device.memory_bytes)}"
-    )
+    usable = f"{memory_text(found.usable.computing)} usable of {memory_text(found.device.memory_bytes)}"
+    if found.usable.device is not None:
+        usable += f", and {memory_text(found.usable.host)} of the machine's"
+    facts.add_row("memory", usable + (f" ({', '.join(capped)})" if capped else ""))
     facts.add_row("precision", found.precision)
     facts.add_row("kernels", "compiled (numba)" if found.has_numba else "PyTorch's, numba is not installed")
     port = "free" if found.port_is_free else "in use"
@@ -210,7 +247,8 @@ def report(found: Diagnosis) -> RenderableType:
 def _kinds(found: Diagnosis) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("layers", overflow="ellipsis", no_wrap=True)
-    for title in ("number", "parameters", "time", "sends", "keeps", "takes"):
+    takes = ("takes",) if found.usable.device is None else ("on GPU", "on host")
+    for title in ("number", "parameters", "time", "sends", "keeps", *takes):
         table.add_column(title, justify="right", no_wrap=True)
     numbers: dict[str, list[int]] = {}
     for number, layer in enumerate(found.model.layers):
@@ -225,7 +263,11 @@ def _kinds(found: Diagnosis) -> Table:
             f"{1000 * layer.seconds:,.1f} ms",
             memory_text(layer.cost.activation_bytes),
             memory_text(layer.cost.kept_bytes),
-            memory_text(found.layer_bytes[same[0]]),
+            *(
+                memory_text(one)
+                for one in (found.layer_bytes[same[0]].device, found.layer_bytes[same[0]].host)
+                if one is not None
+            ),
         )
     return table
 

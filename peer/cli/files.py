@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from shoal.peer.cli.command import INVITE_VARIABLE
 from shoal.peer.options import SHOAL_HOME, StartFrom
 from shoal.swarm.errors import RecipeError, SealedForOthers, StateFileError, UserError
 
@@ -36,15 +37,28 @@ class Precision(StrEnum):
 
 @app.command("log")
 def log_command(
-    run: Annotated[str, typer.Argument(help="An invite, or the folder of a host, a member or a checkpoint.")],
+    run: Annotated[
+        str,
+        typer.Argument(envvar=INVITE_VARIABLE, help="An invite, or the folder of a host, a member or a checkpoint."),
+    ],
     last: Annotated[int, typer.Option(min=0, help="Show only the newest rounds, so many; 0 shows all.")] = 0,
     round_number: Annotated[
         int | None, typer.Option("--round", min=0, help="Show one round in detail: weights, owners, digests.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one round a line, with all fields.")] = False,
+    members: Annotated[
+        bool,
+        typer.Option("--members", help="For hosts: who came and went, and what was decided on that."),
+    ] = False,
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Show a run's history: the verdict of each round. Hashes and signatures are checked from the first round on."""
+    if members:
+        from shoal.peer.cli.access import show_records
+        from shoal.swarm.protocol.invite import invite_text
+
+        show_records(invite_text(run), identity, as_json=as_json)
+        return
     from shoal.peer.cli.log import open_log, show_log
 
     show_log(open_log(run, _reader(identity)), console, last, round_number, json_lines=as_json)
@@ -52,14 +66,22 @@ def log_command(
 
 @app.command("verify")
 def verify_command(
-    folder: Annotated[Path, typer.Argument(help="The folder of a checkpoint, a peer or a run.")],
+    folder: Annotated[
+        Path, typer.Argument(help="The folder of a checkpoint, a peer or a run; or a .fork file, see below.")
+    ],
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
-    """Check checkpoints offline: files, signatures and verdicts, and which verdict vouches for each state."""
-    from shoal.peer.cli.verify_view import summary, verify_notes, verify_table
+    """Check checkpoints offline: files, signatures and verdicts, and which verdict vouches for each state.
+
+    Of a .fork file: whether it proves that a coordinator has signed two verdicts of one round."""
+    from shoal.peer.cli.verify_view import fork_text, summary, verify_notes, verify_table
+    from shoal.peer.history.fork_watch import PROOF_SUFFIX, read_proof
     from shoal.peer.offline.verify import Refused, find_checkpoints, verify_checkpoints
     from shoal.peer.terminal.events import printable
 
+    if folder.suffix == PROOF_SUFFIX:
+        console.print(fork_text(read_proof(folder)), highlight=False)
+        return
     results = verify_checkpoints(find_checkpoints(folder), _reader(identity))
     console.print(verify_table(results))
     console.print(verify_notes(results), highlight=False)
@@ -121,14 +143,20 @@ def restore_command(
 
 @app.command("checkpoint")
 def checkpoint_command(
-    run: Annotated[str, typer.Option(help="A pipeline's invite, or a folder with checkpoints of all its stages.")],
+    run: Annotated[
+        str,
+        typer.Option(
+            envvar=INVITE_VARIABLE, help="A pipeline's invite, or a folder with checkpoints of all its stages."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write the checkpoint to; it must not exist yet.")],
     identity: IdentityOption = SHOAL_HOME / "identity",
 ) -> None:
     """Join the stages of a pipeline into one checkpoint of the whole model, signed by this identity."""
     from shoal.swarm.protocol.identity import Identity
-    from shoal.swarm.protocol.invite import Invite
+    from shoal.swarm.protocol.invite import Invite, invite_text
 
+    run = invite_text(run)
     invite = Invite.parse(run) if run.startswith("shoal://") else None
     from shoal.peer.offline.export import gather_checkpoint, gather_from_run
 
@@ -145,7 +173,12 @@ def checkpoint_command(
 
 @app.command("export")
 def export_command(
-    run: Annotated[str, typer.Option(help="An invite, or the folder of a run or of a checkpoint, with all stages.")],
+    run: Annotated[
+        str,
+        typer.Option(
+            envvar=INVITE_VARIABLE, help="An invite, or the folder of a run or of a checkpoint, with all stages."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Safetensors file to write.")] = Path("model.safetensors"),
     precision: Annotated[Precision, typer.Option(help="bfloat16 takes half the bytes; only with an invite.")] = (
         Precision.float32
@@ -153,8 +186,9 @@ def export_command(
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Write a run's model for inference, from a running run (invite) or from checkpoints on this machine."""
-    from shoal.swarm.protocol.invite import Invite
+    from shoal.swarm.protocol.invite import Invite, invite_text
 
+    run = invite_text(run)
     invite = Invite.parse(run) if run.startswith("shoal://") else None
     from shoal.peer.offline.export import export_from_run, export_model
 

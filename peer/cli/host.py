@@ -35,11 +35,12 @@ from shoal.swarm.errors import (
     UserError,
     WireError,
 )
+from shoal.swarm.protocol.addresses import join_host_port
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.run_file import RunFile, load_run_file
+from shoal.swarm.protocol.run_file import RunFile, load_run_file, unused_inner_settings
 from shoal.swarm.protocol.start_section import StartSection
 from shoal.swarm.protocol.types import MAX_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
@@ -50,6 +51,12 @@ RUN_FILE = "run.toml"
 IDENTITY_FILE = "identity"
 ORIGIN_FILE = "origin.msgpack"
 """File with the origin of the run's history: the head of a history file, without verdicts."""
+
+INVITE_FILE = "invite.txt"
+"""File with the invite that the host prints. Who can read it may join, so others on this machine cannot."""
+
+CONTROL_FILE = "control.txt"
+"""File with the address at which this machine itself reaches the coordinator, for ``shoal invite`` and the like."""
 
 _PORT_FILE = "port.txt"
 
@@ -116,6 +123,8 @@ async def host(
             on_event(event)
 
     text, run = load_run_file(run_path)
+    if unused := unused_inner_settings(run, own_loop=run.recipe.name == "own"):
+        log.warning("%s: %s has no effect in this run", run_path, ", ".join(unused))
     state = options.state / run.run.name
     if options.start_from is not None:
         text, run = await started_run_file(run_path, state, options.start_from)
@@ -144,17 +153,20 @@ async def host(
             port = service.node.control_port
             advertised = options.advertise or ((_own_address(options.bind[0]), port),)
             addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
-            invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash)
+            token = await service.printed_token()
+            invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash, token)
             origin = HistoryOrigin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
             about = {
                 _PORT_FILE: f"{port}\n".encode(),
-                "invite.txt": f"{invite}\n".encode(),
+                CONTROL_FILE: f"{join_host_port(_own_end(options.bind[0]), port)}\n".encode(),
+                INVITE_FILE: f"{invite}\n".encode(),
                 ORIGIN_FILE: pack_origin(origin),
             }
             for name, data in about.items():
-                _write(state / name, data)
+                mode = 0o600 if name == INVITE_FILE else 0o644
+                _write(state / name, data, mode)
                 if backup is not None:
-                    backup.keep(name, data)
+                    backup.keep(name, data, mode)
             _write(state / RUN_FILE, text.encode())
             service.observe(report)
             scope = service.scope
@@ -313,11 +325,16 @@ def check_keys(identity: Identity, journal: LocalJournal, path: Path) -> None:
             ) from error
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
     try:
-        durable.put(path, data)
+        durable.put(path, data, mode)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error}") from error
+
+
+def _own_end(bind: str) -> str:
+    """Return the host at which processes of this machine reach a listener on ``bind``."""
+    return {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(bind, bind)
 
 
 def _own_address(bind: str) -> str:

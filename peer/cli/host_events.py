@@ -13,12 +13,24 @@ def describe_event(event: ev.JournalEvent, stage: int | None = None) -> Event | 
     about = {} if stage is None else {"stage": stage}
     match event:
         case ev.MemberJoined(entry=entry, device=device):
+            more = about | ({"invite": event.invite} if event.invite else {})
             return make_event(
-                "member_joined", peer=entry.peer, name=entry.name, role=entry.role, device=device.name, **about
+                "member_joined", peer=entry.peer, name=entry.name, role=entry.role, device=device.name, **more
             )
         case ev.MemberLost():
             trouble = {"trouble": event.trouble} if event.trouble else {}
             return make_event("member_lost", peer=event.peer, reason=event.reason, **trouble, **about)
+        case ev.InviteMade(terms=terms):
+            limits = {"uses": terms.uses, "expires_s": terms.expires_s}
+            return make_event("invite_made", invite=terms.id, role=terms.role, **limits, note=terms.note, **about)
+        case ev.InviteRevoked():
+            return make_event("invite_revoked", invite=event.id, **about)
+        case ev.MemberKicked():
+            return make_event("member_kicked", peer=event.peer, note=event.note, **about)
+        case ev.PeerBanned():
+            return make_event("peer_banned", peer=event.peer, network=event.network, note=event.note, **about)
+        case ev.PeerAllowed():
+            return make_event("peer_allowed", peer=event.peer, **about)
         case ev.RoundClosing():
             return make_event("round_closing", round=event.round, **about)
         case ev.RoundReopened():

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,14 +25,16 @@ from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import STOPPED_AT_ONCE, SessionOptions
 from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.recipes import Recipe, load_recipe
-from shoal.peer.recipes.model_memory import check_model_fits, held_copies
+from shoal.peer.recipes.model_memory import check_model_fits
 from shoal.peer.session import Session
 from shoal.peer.terminal.snapshot import Watched
 from shoal.peer.training.data import DataAbout
-from shoal.peer.training.device import autocast, choose_device, free_bytes, samples_that_fit
+from shoal.peer.training.device import MemoryLimits, autocast, choose_device, free_bytes, samples_that_fit
 from shoal.peer.training.inner_loop import InnerLoop, make_inner
+from shoal.peer.training.parameters import MasterWeights
 from shoal.swarm.client.observer import look_up_run
 from shoal.swarm.errors import RecipeError
+from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile
@@ -44,10 +46,10 @@ _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 @dataclass(frozen=True)
 class Work:
-    """Limits of training. ``max_memory_bytes`` None: nine tenths of the device's; ``threads`` None: torch decides."""
+    """Limits of training. ``threads`` None: torch decides."""
 
     device: str = "auto"
-    max_memory_bytes: int | None = None
+    memory: MemoryLimits = field(default_factory=MemoryLimits)
     threads: int | None = None
 
 
@@ -68,18 +70,17 @@ def run_member(
     session or pipeline peer before it trains. Raises the errors of joining and training.
     """
     device = choose_device(work.device)
+    work.memory.check(device)
     if work.threads is not None:
         torch.set_num_threads(work.threads)
     run = asyncio.run(look_up_run(Invite.parse(invite))).run_file
     recipe = _prepare(run, options, agree)
     if run.pipeline is None:
-        check_model_fits(run, recipe, device, work.max_memory_bytes)
+        check_model_fits(run, recipe, device, work.memory)
     connection = RunConnection(invite, options, str(device))
     try:
         peer = (
-            PipelinePeer(connection, recipe, device, work.max_memory_bytes)
-            if run.pipeline is not None
-            else Session(connection)
+            PipelinePeer(connection, recipe, device, work.memory) if run.pipeline is not None else Session(connection)
         )
     except BaseException:
         connection.close()
@@ -91,7 +92,7 @@ def run_member(
             if isinstance(peer, PipelinePeer):
                 peer.train()
             else:
-                _train(peer, recipe, device, work.max_memory_bytes)
+                _train(peer, recipe, device, work.memory)
         except Interrupted:
             log.info("stopped before the run had a state to give")
         finally:
@@ -114,27 +115,32 @@ def _prepare(run: RunFile, options: SessionOptions, agree: Agree) -> Recipe:
     return recipe
 
 
-def _train(session: Session, recipe: Recipe, device: torch.device, max_memory: int | None) -> None:
+def _train(session: Session, recipe: Recipe, device: torch.device, limits: MemoryLimits) -> None:
     run = session.run_file
     model = recipe.build_model(run.run.seed).to(device)
-    optimizer = None if run.algorithm == "virtual_batch" else make_inner(model, run.inner)
     cast = autocast(device, run.inner.precision)
-    room = free_bytes(device, model, max_memory, held_copies(run, device))
+    trained = [one for one in model.parameters() if one.requires_grad]
+    value_bytes = sum(one.nbytes for one in trained) / max(1, sum(one.numel() for one in trained))
+    room = free_bytes(device, model, limits, account_of(run, value_bytes=value_bytes).demand())
+    masters, optimizer = None, None
+    if run.algorithm != "virtual_batch":
+        masters = MasterWeights(model)
+        optimizer = make_inner(model, run.inner, masters)
     data = recipe.training_data()
     about = DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data))
 
-    def one_sample() -> torch.Tensor:
+    def loss_of(samples: int) -> torch.Tensor:
         with cast():
-            return recipe.loss(model, data.batch([0]).to(device))
+            return recipe.loss(model, data.batch([0] * samples).to(device))
 
-    micro_batch = samples_that_fit(model, one_sample, run.inner.batch_samples, room)
+    micro_batch = samples_that_fit(model, loss_of, run.inner.batch_samples, room)
     if micro_batch < run.inner.batch_samples:
         log.warning(
             "batches of %d samples are computed in micro-batches of %d, so that they fit into memory",
             run.inner.batch_samples,
             micro_batch,
         )
-    session.start(TrainingSetup(model, optimizer, about, recipe.config()))
+    session.start(TrainingSetup(model, optimizer, about, recipe.config(), masters=masters))
     loop = InnerLoop(model, recipe.loss, cast, micro_batch)
     for batch in session.batches(data):
         session.step(loop.backward(batch))

@@ -33,7 +33,7 @@ from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.client.observer import observe, observe_stages
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.protocol.identity import Identity, peer_id
-from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.invite import Invite, invite_text
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
     CoordinatorToPeerVerdicts,
@@ -68,6 +68,7 @@ def open_log(source: str, identity: Identity | None = None) -> Log:
     """Read the history at ``source``; ``identity`` opens sealed checkpoints.
 
     Raises ``StateFileError`` where there is no history, ``StorageError``, or the errors of a join."""
+    source = invite_text(source)
     if source.startswith("shoal://"):
         return asyncio.run(_from_run(Invite.parse(source)))
     path = Path(source)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from shoal.peer.cli.command import UNSUPERVISED
+from shoal.peer.cli.access import app as access_commands
+from shoal.peer.cli.command import INVITE_VARIABLE, UNSUPERVISED
 from shoal.peer.cli.files import IdentityOption, console, start_of
 from shoal.peer.cli.files import app as file_commands
 from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
@@ -39,6 +40,7 @@ app = typer.Typer(
     help="Train one model together, on machines that nobody owns together.",
 )
 app.add_typer(file_commands)
+app.add_typer(access_commands)
 errors = Console(stderr=True)
 
 
@@ -57,7 +59,11 @@ _ROLES: dict[JoinRole, Role] = {
 }
 
 InviteArgument = Annotated[
-    str, typer.Argument(help="The run's invite, in quotes: 'shoal://HOST:PORT/RUN?key=…&run=…'.")
+    str,
+    typer.Argument(
+        envvar=INVITE_VARIABLE,
+        help="The run's invite, in quotes: 'shoal://HOST:PORT/RUN?key=…&run=…&t=…'; or a file with it, @FILE.",
+    ),
 ]
 DataOption = Annotated[
     list[Path] | None,
@@ -174,7 +180,8 @@ def start_section_command(
 def join_command(
     invite: InviteArgument,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    max_memory: Annotated[str, typer.Option(help="Memory that this peer may use, such as 8G.")] = "",
+    max_memory: Annotated[str, typer.Option(help="Memory of this machine that the run may use, such as 8G.")] = "",
+    max_device_memory: Annotated[str, typer.Option(help="The same of the GPU's own memory.")] = "",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for training; 0 uses all.")] = 0,
     name: Annotated[str, typer.Option(help="Name of this machine in the run; by default its host name.")] = "",
     bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; data uses the port after it.")] = "0.0.0.0",
@@ -211,18 +218,19 @@ def join_command(
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import Invite
 
-    Invite.parse(invite)  # before torch is imported, which takes seconds
+    invite = str(Invite.read(invite))  # before torch is imported, which takes seconds
     retention = parse_retention(keep_checkpoints, keep_every)
-    memory_bytes = _memory(max_memory)
+    host_bytes, device_bytes = _memory("--max-memory", max_memory), _memory("--max-device-memory", max_device_memory)
     bind_to, reached_at = split_host_port(bind), split_host_port(advertise) if advertise else ("", 0)
     from shoal.peer.cli.consent import Consent
     from shoal.peer.cli.join import Work, run_member
     from shoal.peer.cli.restore import parse_copy_to
     from shoal.peer.options import SessionOptions
     from shoal.peer.terminal.reporter import Reporter, setup_logging
+    from shoal.peer.training.device import MemoryLimits
 
     setup_logging(console, verbose)
-    work = Work(device, memory_bytes, threads or None)
+    work = Work(device, MemoryLimits(host_bytes, device_bytes), threads or None)
     with Reporter(console, log_json) as reporter:
         options = SessionOptions(
             identity=identity,
@@ -250,7 +258,7 @@ def status_command(
     from shoal.swarm.client.observer import get_status
     from shoal.swarm.protocol.invite import Invite
 
-    status = asyncio.run(get_status(Invite.parse(invite)))
+    status = asyncio.run(get_status(Invite.read(invite)))
     if as_json:
         console.print_json(data=status_json(status))
     else:
@@ -261,15 +269,17 @@ def status_command(
 def doctor_command(
     run: Annotated[Path | None, typer.Argument(help="Run file with the model to measure; by default a gpt.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    max_memory: Annotated[str, typer.Option(help="Memory that a peer here could use, such as 8G.")] = "",
+    max_memory: Annotated[str, typer.Option(help="Memory of this machine that a run could use, such as 8G.")] = "",
+    max_device_memory: Annotated[str, typer.Option(help="The same of the GPU's own memory.")] = "",
     data: DataOption = None,
 ) -> None:
     """Show what this machine can do for a run: memory, speed of each layer, and advice."""
-    memory_bytes = _memory(max_memory)
+    host_bytes, device_bytes = _memory("--max-memory", max_memory), _memory("--max-device-memory", max_device_memory)
     from shoal.peer.cli.doctor import examine, report
+    from shoal.peer.training.device import MemoryLimits
 
     with console.status("Looking at this machine and measuring the model's layers"):
-        found = examine(run, device, memory_bytes, data=data or ())
+        found = examine(run, device, MemoryLimits(host_bytes, device_bytes), data=data or ())
     console.print(report(found))
 
 
@@ -296,10 +306,10 @@ def demo_command(
     raise typer.Exit(run_demo(scenario, out, json_file, console))
 
 
-def _memory(text: str) -> int | None:
+def _memory(option: str, text: str) -> int | None:
     from shoal.peer.machine_memory import parse_memory
 
-    return parse_memory(text) if text else None
+    return parse_memory(text, option) if text else None
 
 
 def allow_descriptors() -> int:

@@ -16,13 +16,13 @@ from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.training.anchor import GrowingDigest
 from shoal.peer.training.outer_optimizer import outer_of
-from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.training.parameters import ParameterVector, frozen_parameters
 from shoal.swarm import durable
 from shoal.swarm.errors import RecipeError, RunFileError, StorageError
 from shoal.swarm.protocol.pins import PinnedLayer, PinsSection, layout_digest
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
 
-_PIECE_ELEMENTS = 2**22
+_PIECE_ELEMENTS = 2**18
 """Values that are hashed at once."""
 
 Say = Callable[[str], object]
@@ -60,8 +60,10 @@ def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection
         )
     check_start_fits(run, recipe)
     say("Preparing: building the model …")
-    vector = ParameterVector(recipe.build_model(run.run.seed))
+    model = recipe.build_model(run.run.seed)
+    vector = ParameterVector(model)
     say(f"Preparing: hashing {vector.elements:,} parameters …")
+    frozen = frozen_parameters(model)
     state = None if run.start is not None else _first_state(vector, outer_of(run.outer).slots).hex()
     return PinsSection(
         layout=layout_digest(vector.layout),
@@ -69,6 +71,8 @@ def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection
         tokens_per_sample=tokens,
         samples=samples,
         corpus=corpus,
+        frozen_elements=frozen.elements if frozen else None,
+        frozen=frozen.digest.hex() if frozen else None,
         state=state,
     )
 
@@ -76,16 +80,11 @@ def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection
 def _first_state(vector: ParameterVector, slots: int) -> bytes:
     """Digest of version 0: the model as built, and an outer optimizer that has taken no step. Copies no values."""
     digest = GrowingDigest(0, (1 + slots, vector.elements))
-    at = 0
     for parameter in vector.parameters:
         values = parameter.detach().reshape(-1)
         for start in range(0, values.numel(), _PIECE_ELEMENTS):
-            piece = values[start : start + _PIECE_ELEMENTS]
-            digest.take(0, at, piece.float().contiguous())
-            at += piece.numel()
-    for row in range(1, 1 + slots):
-        for at in range(0, vector.elements, _PIECE_ELEMENTS):
-            digest.take(row, at, torch.zeros(min(_PIECE_ELEMENTS, vector.elements - at)))
+            piece = values[start : start + _PIECE_ELEMENTS].float()
+            digest.take(torch.cat([piece.unsqueeze(0), torch.zeros(slots, piece.numel())]))
     return digest.digest()
 
 

@@ -8,6 +8,7 @@ from rich import filesize
 from rich.table import Table
 
 from shoal.peer.checkpoints.manifest import Manifest
+from shoal.peer.history.fork_watch import ForkProof
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.offline.verify import Refused, Verified
 from shoal.peer.terminal.events import count_text, printable
@@ -66,6 +67,20 @@ def verify_notes(results: Iterable[Verified | Refused]) -> str:
             f"From N: only those that the checkpoint holds, as no {HISTORY_FILE} lies there (copies have none)."
         )
     return "\n".join(notes)
+
+
+def fork_text(proof: ForkProof) -> str:
+    """Say what a checked proof of a fork proves, and how its reader sees whose coordinator it is."""
+    lines = [
+        f"The coordinator of run {printable(proof.origin.run)} has signed two verdicts of round {proof.first.round}"
+        + (f" of stage {proof.origin.scope - 1}:" if proof.origin.scope else ":")
+    ]
+    for one in (proof.first, proof.second):
+        outcome = "committed" if one.committed else "aborted"
+        lines.append(f"  chain {one.chain.hex()[:16]}  {outcome}, anchor version {one.anchor_version}")
+    lines.append(f"Run hash {proof.origin.run_hash.hex()}")
+    lines.append(f"Key {proof.origin.coordinator.curve_key.hex()}, which the run's invites have as key=")
+    return "\n".join(lines)
 
 
 def summary(results: Sequence[Verified | Refused]) -> str:

@@ -26,6 +26,7 @@ from shoal.peer.pipeline.profile import profile_model
 from shoal.peer.recipes.gpt import Gpt, GptRecipe, generate
 from shoal.peer.terminal.events import count_text, duration_text, printable, span_text
 from shoal.swarm.errors import StorageError
+from shoal.swarm.memory_account import account_of
 from shoal.swarm.pipeline.planner.model import PeerCapability, PlanningProblem
 from shoal.swarm.protocol.run_file import RunFile
 
@@ -165,10 +166,10 @@ def measure_memory(run: RunFile, recipe: GptRecipe, boundaries: Sequence[int], c
     """The memory of these stages as the coordinator's plan counts it; ``cache`` keeps what is measured."""
     assert run.pipeline is not None
     costs = [layer.cost for layer in profile_model(run, recipe, torch.device("cpu"), time.time(), cache).layers]
-    peer = PeerCapability("peer", 0, (0.0,) * len(costs), 1.0, holds_all=True)
-    problem = PlanningProblem(costs, [peer], run.pipeline.in_flight, run.outer.slots)
+    peer = PeerCapability("peer", 0, (0.0,) * len(costs), 1.0)
+    problem = PlanningProblem(costs, [peer], run.pipeline.in_flight, account_of(run).demand())
     cut = np.array(boundaries)
-    stages, whole = problem.least_bytes(cut[:-1], cut[1:]), problem.least_bytes(cut[:1], cut[-1:])
+    stages, whole = (problem.least_memory(*span).host for span in ((cut[:-1], cut[1:]), (cut[:1], cut[-1:])))
     return StageMemory(tuple(int(one) for one in stages), int(whole[0]), parse_memory(STAGE_MEMORY))
 
 

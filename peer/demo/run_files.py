@@ -61,7 +61,7 @@ lr = 1.0""",
 _PEER_TOKENS = 15 * 8 * 128
 """Tokens of a round for each peer: 15 steps of 8 samples."""
 
-STAGE_MEMORY = "94M"
+STAGE_MEMORY = "46M"
 """Memory that each peer of a pipeline may use: enough for two blocks of the model and not for three."""
 
 _STAGES = """\

@@ -1,6 +1,6 @@
 """Catching up: from one state of the run to a later one, by applying what the rounds between them committed.
 
-``next_state`` is the only place where a round's mean becomes the next state."""
+``next_state`` is the only place where a round's mean becomes the next state, in the memory of the one before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.peer.training.lr_schedule import run_lr_factor
 from shoal.peer.training.outer_optimizer import OuterOptimizer, outer_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.result_fetch import fetch_committed
-from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.results import ResultStore, RoundMean
 from shoal.swarm.errors import LinkError, StateFileError, WireError
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.run_file import RunFile
@@ -39,16 +39,21 @@ VerdictsFrom = Callable[[int], Awaitable[Sequence[Verdict]]]
 """The run's verdicts from a round on, as far as they can be had."""
 
 
-def next_state(state: AnchorState, mean: Tensor, verdict: Verdict, outer: OuterOptimizer, run: RunFile) -> AnchorState:
-    """The state after a committed round; ``mean``: (n,) float32, decoded from the round's committed bytes."""
+def next_state(
+    state: AnchorState, mean: RoundMean, verdict: Verdict, outer: OuterOptimizer, run: RunFile
+) -> AnchorState:
+    """Overwrite a state by that after a committed round, piece by piece; ``mean``: decoded from its committed bytes."""
     factor = 1.0
     if run.algorithm == "virtual_batch":
         before = verdict.tokens_total - verdict.tokens
         # Rounded coarsely, so that no two mathematical libraries disagree.
         factor = round(run_lr_factor(run, before) * 2**16) / 2**16
     steps = state.version + (run.start.outer_steps if run.start else 0)
-    anchor, slots = outer.step(state.anchor, state.outer, mean, steps, factor)
-    return AnchorState.make(anchor, slots, verdict.anchor_version)
+
+    def change(values: Tensor, piece: Tensor) -> None:
+        outer.step_(values, piece, steps, factor)
+
+    return state.step(verdict.anchor_version, mean.pieces(), change)
 
 
 def rounds_after(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdict]:
@@ -77,11 +82,13 @@ def is_start_of(state: AnchorState, verdict: Verdict) -> bool:
     plan = verdict.plan
     assert plan is not None
     is_its = (plan.anchor_version, plan.state_digest) == (state.version, state.digest)
-    return is_its and plan.parts[-1].stop == state.anchor.numel()
+    return is_its and plan.parts[-1].stop == state.elements
 
 
 class RoundApplier:
-    """Applies committed rounds of one run to states: decodes their bytes to means, and steps the outer optimizer."""
+    """Applies committed rounds of one run to states: decodes their bytes to means, and steps the outer optimizer.
+
+    For worker threads."""
 
     def __init__(self, run: RunFile, layout: Sequence[TensorSpec]) -> None:
         """``layout``: the model's tensors, or those of the stage."""
@@ -89,7 +96,8 @@ class RoundApplier:
         self._run = run
         self._outer = outer_of(run.outer)
 
-    def apply(self, state: AnchorState, verdict: Verdict, mean: Tensor) -> AnchorState:
+    def apply(self, state: AnchorState, verdict: Verdict, mean: RoundMean) -> AnchorState:
+        """Overwrite the state by the one after that round, and return it; see ``AnchorState.step``."""
         return next_state(state, mean, verdict, self._outer, self._run)
 
     def results_bytes(self, verdict: Verdict) -> int:
@@ -118,7 +126,9 @@ class RoundApplier:
 
 
 def roll_forward(state: AnchorState, records: RoundRecords, applier: RoundApplier, newest: int) -> AnchorState:
-    """Apply the local records to a state, up to anchor version ``newest`` or as far as they are there and undamaged."""
+    """Apply the local records to a state, up to anchor version ``newest`` or as far as they are there and undamaged.
+
+    The state is overwritten. An error while a round is being applied leaves no state at all, and is raised."""
     verdicts = [record.verdict for record in records.open_all()]
     for verdict in rounds_after(verdicts, state.version, state.digest):
         if state.version == newest:
@@ -127,20 +137,21 @@ def roll_forward(state: AnchorState, records: RoundRecords, applier: RoundApplie
             log.warning("round %d was averaged on another state than the records before it lead to", verdict.round)
             break
         try:
-            mean = applier.recorded(records, verdict).mean()
+            store = applier.recorded(records, verdict)
         except StateFileError as error:
             log.warning("a round record is left out: %s", error)
             break
-        state = applier.apply(state, verdict, mean)
+        state = applier.apply(state, verdict, RoundMean(store))
     return state
 
 
 async def catch_up(
     state: AnchorState, verdicts: Sequence[Verdict], get_results: GetResults, applier: RoundApplier
 ) -> AnchorState:
-    """The state after these committed rounds, of which the first was averaged on ``state``.
+    """The state after these committed rounds, of which the first was averaged on ``state``, which is overwritten.
 
-    Raises ``LinkError`` when results cannot be fetched, or where a round was averaged on another state."""
+    Raises ``LinkError`` when results cannot be fetched, or where a round was averaged on another state. Then
+    ``state.current`` is the state after the rounds that were applied."""
     todo = iter(verdicts)
     async with task_scope() as tasks:
         under_way = deque(
@@ -153,11 +164,14 @@ async def catch_up(
                 raise LinkError(
                     f"round {verdict.round} was averaged on another state than the rounds before it lead to"
                 )
-            mean = await in_thread(store.mean)
+            state = await in_thread(_apply_results, applier, state, verdict, store)
             del store
-            state = await in_thread(applier.apply, state, verdict, mean)
             under_way.extend((later, tasks.create_task(get_results(later))) for later in islice(todo, 1))
     return state
+
+
+def _apply_results(applier: RoundApplier, state: AnchorState, verdict: Verdict, store: ResultStore) -> AnchorState:
+    return applier.apply(state, verdict, RoundMean(store))
 
 
 class RoundCatchUp:
@@ -187,7 +201,7 @@ class RoundCatchUp:
 
     async def __call__(self, state: AnchorState) -> AnchorState:
         """Raises ``LinkError`` where no rounds lead on from this state, or where they have no fewer bytes than a
-        state."""
+        state; see ``catch_up``."""
         view = self._view()
         if view.verdict is not None and view.verdict.committed:  # all rounds are about as large
             await self._require_fewer([view.verdict] * (view.anchor_version - state.version), state)
@@ -207,7 +221,7 @@ class RoundCatchUp:
         each = {verdict.chain: verdict for verdict in verdicts}
         sizes = {chain: await in_thread(self._applier.results_bytes, verdict) for chain, verdict in each.items()}
         size_bytes = sum(sizes[verdict.chain] for verdict in verdicts)
-        if size_bytes >= state.values.nbytes:
+        if size_bytes >= state.size_bytes:
             raise LinkError(f"the {len(verdicts)} rounds since then have no fewer bytes than a state")
         return size_bytes
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from shoal.peer.history.history_file import HistoryFile, HistoryOrigin
 from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError, RunEnded, StateFileError, StorageError, Superseded, WireError
+from shoal.swarm.errors import FINAL_ERRORS, LinkError, StateFileError, StorageError, WireError
 from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerVerdicts,
@@ -47,7 +47,7 @@ class HistorySync:
         while True:
             try:
                 await self._sync_once()
-            except (Superseded, RunEnded):
+            except FINAL_ERRORS:
                 raise
             except (LinkError, StateFileError, StorageError) as error:
                 log.warning("the history of the run cannot be updated now, and is tried again: %s", error)

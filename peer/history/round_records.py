@@ -82,13 +82,13 @@ class RoundRecord:
                 its = chunks_of(self.verdict.plan, part)
                 file.seek(self._starts[its.start])
                 data = memoryview(file.read(sum(self.lengths[its.start : its.stop])))
-                if part_digest([data]) != digest:
+                for chunk in its:
+                    chunks[chunk], data = data[: self.lengths[chunk]], data[self.lengths[chunk] :]
+                if part_digest(one for chunk in its if (one := chunks[chunk]) is not None) != digest:
                     raise StateFileError(
                         f"{self.path}: field {_part_name(index)}: expected the bytes that the verdict of round "
                         f"{self.verdict.round} names; it is damaged"
                     )
-                for chunk in its:
-                    chunks[chunk], data = data[: self.lengths[chunk]], data[self.lengths[chunk] :]
         return chunks
 
 

@@ -42,7 +42,7 @@ class RunConnection:
         Raises ``UserError`` for options that do not fit the run, ``StateFileError`` if the run's start cannot be read,
         and the errors of ``CoordinatorClient.join``.
         """
-        self.invite = Invite.parse(invite)
+        self.invite = Invite.read(invite)
         self.options = options
         self.device = device
         self._identity = Identity.load_or_create(options.identity)

@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.kernels import loader
 from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp
+from shoal.peer.history.fork_watch import ForkWatch
 from shoal.peer.history.history_sync import HistorySync, fetch_verdicts
 from shoal.peer.history.record_archive import RecordArchive
 from shoal.peer.history.round_records import RecordOwner, RoundRecords
+from shoal.peer.machine_memory import return_freed_memory
 from shoal.peer.state_transfer.acquire import CatchUp, CurrentDownload, LocalCandidates, acquire_state
 from shoal.peer.state_transfer.chunk_format import format_of
 from shoal.peer.state_transfer.donor import StateDonor
@@ -28,10 +30,10 @@ from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.outcome import RoundOffer, RoundOutcome
+from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, Superseded
+from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
@@ -42,7 +44,15 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRequestLease,
 )
 from shoal.swarm.protocol.rounds import RunView, Verdict
-from shoal.swarm.protocol.types import DivergenceWord, Headway, KeptState, SampleRange, TensorSpec
+from shoal.swarm.protocol.types import (
+    MAX_UNDONE_RANGES,
+    DivergenceWord,
+    Headway,
+    KeptState,
+    SampleRange,
+    TensorSpec,
+)
+from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
 
 log = logging.getLogger(__name__)
@@ -71,6 +81,9 @@ class StageMembership:
             working.cancel()
         raise NotAdmitted(f"the plan has given {self._what} to another peer")
 
+
+_SPOOLS = "serving"
+"""Folder of states that are kept for joiners, in files without names."""
 
 _COMPILED_ELEMENTS = 2**19
 """Elements from which it pays to compile the codecs; coding a smaller model takes milliseconds anyway."""
@@ -169,6 +182,7 @@ class LocalMember:
             finally:
                 for task in member._background:
                     task.cancel()
+                member._donor.close()
                 await client.leave(*client.farewell)
 
     # Heartbeats ---------------------------------------------------------------------------------------------
@@ -178,7 +192,7 @@ class LocalMember:
             self._beat_now.clear()
             try:
                 await self.send_heartbeat()
-            except (Superseded, RunEnded):
+            except FINAL_ERRORS:
                 raise
             except LinkError as error:
                 log.warning("the heartbeat did not reach the coordinator, and is sent again: %s", error)
@@ -256,9 +270,11 @@ class LocalMember:
     # Joining ------------------------------------------------------------------------------------------------
 
     def keep_history(self, path: Path) -> None:
-        """Keep the history of verdicts in the file at ``path``, in the background."""
+        """Keep the history of verdicts in the file at ``path``, and compare them with those of other members, in the
+        background."""
         self.history = HistorySync(self.client, path)
-        self._background.append(self._tasks.create_task(self.history.run()))
+        watch = ForkWatch(self.client, self.node, path.parent)
+        self._background += [self._tasks.create_task(one.run()) for one in (self.history, watch)]
 
     async def describe(self, model: PeerToCoordinatorDescribeModel) -> None:
         """Describe model and data to the coordinator.
@@ -278,9 +294,12 @@ class LocalMember:
 
     def hold_state(self, state: AnchorState) -> None:
         """Hold ``state`` from now on: offer it to joiners and report it to the coordinator."""
+        self._take_possession(state)
+        self._beat_now.set()
+
+    def _take_possession(self, state: AnchorState) -> None:
         self._donor.offer(state)
         self.state, self._earlier = state, None
-        self._beat_now.set()
 
     async def agreed_state(
         self,
@@ -343,10 +362,15 @@ class LocalMember:
 
     # Work ---------------------------------------------------------------------------------------------------
 
-    async def lease(self, samples: int) -> tuple[SampleRange, ...]:
-        """Lease about so many samples to train on; empty if there are none now. Waits for the coordinator."""
+    async def lease(self, samples: int, undone: Ranges) -> tuple[SampleRange, ...]:
+        """Lease about so many samples to train on; empty if there are none now. Waits for the coordinator.
+
+        ``undone``: samples leased before that were not trained on yet."""
         ask = PeerToCoordinatorRequestLease(
-            round=self.progress.round, samples=samples, tokens_done=self.progress.tokens_done
+            round=self.progress.round,
+            samples=samples,
+            tokens_done=self.progress.tokens_done,
+            undone=to_wire(undone[-MAX_UNDONE_RANGES:]),
         )
         try:
             return (await self.client.ask(ask, CoordinatorToPeerLease)).ranges
@@ -363,12 +387,16 @@ class LocalMember:
     async def keep_records(self, folder: Path, needed_since: Callable[[], int | None]) -> None:
         """Keep the records of committed rounds in ``folder`` and offer them; call before ``prepare_averaging``.
 
+        States that are downloaded when the next step comes are kept beside them.
+
         ``needed_since``: returns the version of the oldest state that the records must lead on from, if any.
         """
         owner = RecordOwner(self.client.run_file.hash, self.client.coordinator_key)
         vectors = 1 + outer_of(self.client.run_file.outer).slots
         self._keeper = RecordArchive(RoundRecords(folder, owner), self.endpoint, self._tasks, vectors, needed_since)
         await self._keeper.start()
+        self._donor.folder = folder.with_name(_SPOOLS)
+        self._background.append(self._tasks.create_task(self._donor.run()))
 
     @property
     def records(self) -> RoundRecords:
@@ -405,8 +433,24 @@ class LocalMember:
         assert self._averager is not None, "prepare_averaging comes first"
         return self._averager
 
-    async def average(self, offer: RoundOffer) -> RoundOutcome:
-        return await self._guarded(self.averager.average(offer))
+    async def average(
+        self, offer: RoundOffer, step: Callable[[Committed], Coroutine[Any, Any, AnchorState]]
+    ) -> RoundOutcome:
+        """Take part in a round, see ``Averager.average``. Of a committed one ``step`` makes the state, which is held
+        from then on; the next heartbeat reports it.
+
+        The values of the offer are not read any more when ``step`` begins."""
+        return await self._guarded(self._average(offer, step))
+
+    async def _average(
+        self, offer: RoundOffer, step: Callable[[Committed], Coroutine[Any, Any, AnchorState]]
+    ) -> RoundOutcome:
+        await in_thread(return_freed_memory)  # what the local work has left behind
+        outcome = await self.averager.average(offer)
+        if isinstance(outcome, Committed):
+            self._take_possession(await step(outcome))
+            await in_thread(return_freed_memory)  # what the round has
+        return outcome
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         return await (work if self._stage is None else self._stage.guard(work))

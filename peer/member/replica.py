@@ -5,22 +5,21 @@ It lives on the training thread; its ``LocalMember`` does everything asynchronou
 from __future__ import annotations
 
 import logging
-import math
+import threading
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.compression.formats import CodecError
-from shoal.compression.norms import norms_of
 from shoal.peer.checkpoints.checkpoint import Checkpoint
 from shoal.peer.checkpoints.checkpointer import Checkpointer, CheckpointSubject
-from shoal.peer.checkpoints.local_state import carried_residual, local_state_tree, restore_local_state
+from shoal.peer.checkpoints.local_state import local_state_tree
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp, roll_forward
@@ -28,15 +27,22 @@ from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.member.member import LocalMember
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.state_transfer.acquire import LocalCandidates
-from shoal.peer.training.algorithms import LocalWork, local_work
+from shoal.peer.training.algorithms import LocalWork, OwnLoop, local_work
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout, LeasedSamples
 from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.outer_optimizer import outer_of
-from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.averaging.norm_claims import ranges
-from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOffer, RoundOutcome
-from shoal.swarm.errors import CorpusError, NotAdmitted
+from shoal.peer.training.parameters import MasterWeights, ParameterVector, frozen_parameters
+from shoal.swarm.aio import in_thread
+from shoal.swarm.averaging.outcome import (
+    Aborted,
+    CarriedResidual,
+    Committed,
+    Resync,
+    RoundOffer,
+    RoundOutcome,
+)
+from shoal.swarm.errors import CorpusError, NotAdmitted, StateFileError
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
@@ -58,9 +64,12 @@ class LocalState:
         self._member = member
 
     def tree(self) -> dict[str, Any]:
-        """Return all of it by reference, see ``local_state_tree``."""
-        carried = self._member.averager.round_feedback.carried
-        return {**local_state_tree(self._optimizer, self._model, carried), **self._samples.counters()}
+        """Return all of it but the residual, by reference, see ``local_state_tree``."""
+        return {**local_state_tree(self._optimizer, self._model), **self._samples.counters()}
+
+    def carried(self) -> CarriedResidual:
+        """Return the averager's residual by reference."""
+        return self._member.averager.round_feedback.carried
 
     def take_up(self, checkpoint: Checkpoint, state: AnchorState) -> bool:
         """Restore the local state of a checkpoint of this peer; returns whether the residual was restored, too.
@@ -72,17 +81,14 @@ class LocalState:
         own = checkpoint.own
         if own is None or checkpoint.manifest.peer != self._member.client.peer:
             return False
-        restore_local_state(own, self._optimizer, self._model)
-        self._samples.restore_counters(own)
-        carried = carried_residual(own, state.anchor.numel())
-        if carried is None or state is not checkpoint.state or self._member.client.view.plan is not None:
-            return False
         try:
-            self._member.averager.round_feedback.restore(carried)
-        except CodecError as error:
-            log.warning("the checkpoint's residual cannot be used, so this peer goes on without it: %s", error)
+            self._samples.restore_counters(own.restore(self._optimizer, self._model))
+            if state is not checkpoint.state or self._member.client.view.plan is not None:
+                return False
+            return self._member.averager.round_feedback.restore(own.restore_residual)
+        except (StateFileError, CodecError) as error:
+            log.warning("this peer goes on without what the checkpoint has of its own: %s", error)
             return False
-        return True
 
 
 Emit = Callable[..., None]
@@ -93,29 +99,38 @@ class TrainingSetup:
     """Model, optimizer and data that a member brings to the run.
 
     ``inner_optimizer``: required by the algorithm ``diloco``; ``data``: may be given to ``TrainingReplica.describe``
-    later; ``recipe_config``: None for a training loop of one's own; ``make_work``: makes other local work than the
-    algorithm's; ``on_mean``: called with every committed mean, (n,) float32, and whether this peer's contribution is in
-    it; ``stage``: the pipeline's stage that the model is; ``build``: builds the model as it is at the run's start;
-    ``divergence``: shared by all stages of a peer.
+    later; ``recipe_config``: None for a training loop of one's own, whose settings are ``own_loop``; ``make_work``:
+    makes other local work than the algorithm's; ``on_mean``: called with every committed mean, (n,) float32, and
+    whether this peer's contribution is in it; ``stage``: the pipeline's stage that the model is; ``build``: builds the
+    model as it is at the run's start; ``divergence``: shared by all stages of a peer; ``masters``: of the model's
+    low-precision parameters, which ``inner_optimizer`` is over.
     """
 
     model: nn.Module
     inner_optimizer: Optimizer | None = None
     data: DataAbout | None = None
     recipe_config: dict[str, Any] | None = None
+    own_loop: OwnLoop = field(default_factory=OwnLoop)
     make_work: Callable[[ParameterVector], LocalWork] | None = None
     on_mean: Callable[[Tensor, bool], None] | None = None
     stage: StageAbout | None = None
     build: Callable[[], nn.Module] | None = None
     divergence: Divergence = field(default_factory=Divergence)
+    masters: MasterWeights | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Exchange:
-    """Contribution to ``round`` that is being averaged on the network thread."""
+    """Contribution to ``round`` that is being averaged on the network thread, to which the state belongs meanwhile.
+
+    After the verdict of a committed round a worker thread steps the state, under ``stepping``, unless the training
+    thread has withdrawn (``is_withdrawn``) before; ``stepped``: the next state and the verdict that made it."""
 
     round: int
-    outcome: futures.Future[RoundOutcome]
+    stepping: threading.Lock = field(default_factory=threading.Lock)
+    is_withdrawn: bool = False
+    stepped: tuple[AnchorState, Verdict] | None = None
+    outcome: futures.Future[RoundOutcome] = field(default_factory=futures.Future)
 
 
 class TrainingReplica:
@@ -139,11 +154,13 @@ class TrainingReplica:
 
         Raises ``ModelMismatch`` or ``UserError`` for a model or an optimizer that no run can have.
         """
-        self.vector = ParameterVector(setup.model)
+        self.vector = ParameterVector(setup.model, setup.masters)
+        self._frozen = frozen_parameters(setup.model)
         self.tokens_per_sample = (setup.data.tokens_per_sample if setup.data else run.data.tokens_per_sample) or 1
         self.samples = LeasedSamples(self.tokens_per_sample)
         make_work, inner = setup.make_work, setup.inner_optimizer
-        self.work = make_work(self.vector) if make_work else local_work(run, self.vector, inner)
+        own_loop = setup.own_loop if setup.recipe_config is None else None
+        self.work = make_work(self.vector) if make_work else local_work(run, self.vector, inner, own_loop)
         self._on_mean = setup.on_mean
         self._build = setup.build
         self._divergence, self._stage = setup.divergence, setup.stage
@@ -165,7 +182,10 @@ class TrainingReplica:
         """Verdict of the round that made the state, if known."""
         self._own = LocalState(setup.model, setup.inner_optimizer, self.samples, self._member)
         subject = self._subject(setup.stage)
-        self._checkpointer = Checkpointer(store, network, subject, self._own.tree) if store else None
+        self._checkpointer: Checkpointer | None = None
+        if store is not None:
+            own, overlap = self._own, run.averaging.overlap
+            self._checkpointer = Checkpointer(store, network, subject, own.tree, own.carried, trains_on=overlap)
 
     @property
     def state(self) -> AnchorState | None:
@@ -192,6 +212,7 @@ class TrainingReplica:
             corpus_digest=data.digest if data else None,
             tokens_per_sample=self.tokens_per_sample,
             samples=data.samples if data else None,
+            frozen=self._frozen,
         )
         if self._run.pins is not None and self._stage is None:  # do not rely on the coordinator's check
             self._run.pins.check_model(model)
@@ -207,6 +228,8 @@ class TrainingReplica:
         the state held is not the run's, so no checkpoint's local state is restored. Raises ``Interrupted``.
         """
         self._member.progress.activity = "syncing"
+        if self._checkpointer is not None:  # it may be reading what is going to be replaced
+            self._checkpointer.wait_for_writing()
         own = self._candidates(is_first=not afresh)
         shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
         rounds_before, before = self._missed.rounds, self.state
@@ -244,6 +267,8 @@ class TrainingReplica:
         log.warning("dropping the local work and starting again from the anchor: %s", reason)
         self._emit("resync", reason=reason)
         self.samples.drop_all()
+        if self._checkpointer is not None:
+            self._checkpointer.wait_for_residual()
         self._network.call(self._member.rejoin_without_work(), interruptible=True)
         if bad is not None:
             self._await_rollback(bad)
@@ -278,16 +303,19 @@ class TrainingReplica:
         self._member.averager.round_feedback.forget()  # the residual of undone rounds may have diverged, too
 
     def step(self, samples: int, lr_factor: float) -> None:
-        """Take a local step with the gradients at the model's parameters, those of a mean loss over ``samples``."""
-        self.work.step(samples, lr_factor)
-        if self._checkpointer is not None:
-            self._checkpointer.prepare()
+        """Take a local step with the gradients at the model's parameters, those of a mean loss over ``samples``.
+
+        Gradients of no samples, whose lease is lost, are dropped.
+        """
+        if samples:
+            self.work.step(samples, lr_factor)
+        else:
+            for parameter in self.vector.parameters:
+                parameter.grad = None
 
     def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:
         """Count samples whose gradients are in ``work``, in a pipeline. ``loss``: their mean, () float32, if known."""
         self.samples.count_trained(start, stop, loss)
-        if self._checkpointer is not None:
-            self._checkpointer.prepare()
 
     # Rounds -------------------------------------------------------------------------------------------------
 
@@ -317,14 +345,15 @@ class TrainingReplica:
             return False
         self._member.progress.activity = "ready"
         contribution = self.work.contribution(self._state.anchor)
-        norms = norms_of(contribution, ranges(contribution.numel()))
-        if not math.isfinite(math.fsum(norms)):
-            self.recover_from_divergence("the local work had become infinite or not a number")
-            return False
         tokens, samples, loss = self.samples.tokens_done, self.samples.done_ranges(), self.samples.mean_loss()
         state = self._state
-        offer = RoundOffer(self.round, state.version, state.digest, contribution, norms, tokens, samples, loss)
-        self._exchange = _Exchange(self.round, self._network.submit(self._member.average(offer)))
+        if self._checkpointer is not None:
+            self._checkpointer.wait_for_residual()
+        offer = RoundOffer(self.round, state.version, state.digest, contribution, tokens, samples, loss)
+        exchange = self._exchange = _Exchange(self.round)
+        exchange.outcome = self._network.submit(self._member.average(offer, partial(self._step, exchange, state)))
+        if self._checkpointer is not None:
+            self._checkpointer.begin(self.round)
         self.samples.offer_to_round()
         if self._run.averaging.overlap:
             self._enter_round(self.round + 1)
@@ -341,12 +370,18 @@ class TrainingReplica:
         try:
             # Only while the coordinator is away a peer may leave without the verdict, which may take long to come.
             outcome = self._network.wait_for(exchange.outcome, interruptible=lambda: client.coordinator_is_away)
-        except (Interrupted, NotAdmitted):
-            self._keep_work(exchange.round, Aborted("stopped"))
+        except BaseException as error:
+            self._withdraw(exchange)
+            if isinstance(error, Interrupted | NotAdmitted):
+                self._discard_checkpoint()
+                self._keep_work(exchange.round, Aborted("stopped"))
             raise
+        if not isinstance(outcome, Committed):
+            self._discard_checkpoint()
         match outcome:
             case Committed():
-                self._apply(outcome)
+                self._withdraw(exchange)
+                self._go_on(outcome)
             case Aborted():
                 self._keep_work(exchange.round, outcome)
             case Resync(is_unusable=True):
@@ -367,9 +402,30 @@ class TrainingReplica:
             self._enter_round(outcome.verdict.round + 1)
             self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)
 
-    def _apply(self, outcome: Committed) -> None:
+    async def _step(self, exchange: _Exchange, state: AnchorState, outcome: Committed) -> AnchorState:
+        """Overwrite the state by the one after a committed round, on the network thread's worker threads."""
+
+        def apply() -> AnchorState:
+            with exchange.stepping:
+                if exchange.is_withdrawn:
+                    raise Interrupted
+                following = self._applier.apply(state, outcome.verdict, outcome.mean)
+                exchange.stepped = following, outcome.verdict
+                return following
+
+        return await in_thread(apply)
+
+    def _withdraw(self, exchange: _Exchange) -> None:
+        """Take the state back from an exchange, as it is: stepped already, or not to be stepped any more."""
+        with exchange.stepping:
+            exchange.is_withdrawn = True
+        if exchange.stepped is not None:
+            self._state, self._verdict = exchange.stepped
+
+    def _go_on(self, outcome: Committed) -> None:
+        """Go on from the state after a committed round."""
         verdict = outcome.verdict
-        self._state = self._applier.apply(self._state, verdict, outcome.mean)
+        assert self._state.version == verdict.anchor_version, "the exchange has stepped it"
         self.work.continue_from(self._state.anchor)
         if outcome.included:
             self.samples.drop_offered()
@@ -377,14 +433,14 @@ class TrainingReplica:
         else:
             self.samples.take_back()
         if self._on_mean is not None:
-            self._on_mean(outcome.mean, outcome.included)
+            self._on_mean(outcome.mean.whole(), outcome.included)
         self._enter_round(verdict.round + 1)
-        self._network.post(lambda: self._member.hold_state(self._state))
-        self._verdict = verdict
+        self._network.post(self._member.request_heartbeat)
         self._note_verdict(verdict)
-        # While in doubt keep the older checkpoints, which the run may go back to.
-        if self._checkpointer is not None and not self._divergence.is_doubtful:
-            self._checkpointer.save_if_due(self._state, verdict)
+        if self._divergence.is_doubtful:  # keep the older checkpoints, which the run may go back to
+            self._discard_checkpoint()
+        elif self._checkpointer is not None:
+            self._checkpointer.commit(self._state, verdict)
         self._emit(
             "committed",
             round=verdict.round,
@@ -407,16 +463,18 @@ class TrainingReplica:
     # Checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
-        """Cancel a round that is being averaged and write a checkpoint of the state."""
+        """Cancel a round that is being averaged and write a checkpoint of the state, if there is a whole one."""
         if self._exchange is not None:
             self._exchange.outcome.cancel()
-        if self._checkpointer is not None and self.state is not None:
+            self._withdraw(self._exchange)
+        if self._checkpointer is not None and self.state is not None and self.state.is_current:
+            self._network.call(self._member.averager.until_idle())  # within a round the residual is in use
             self._checkpointer.save_final(self._state, self._verdict)
 
     def _roll_forward(self, state: AnchorState, newest: int) -> AnchorState:
         """Bring a state up to version ``newest`` by the records of rounds on the disk, as far as they lead."""
         found = roll_forward(state, self._member.records, self._applier, newest)
-        if found is not state:
+        if found.version != state.version:
             log.info("applied the recorded rounds from version %d to %d", state.version, found.version)
         return found
 
@@ -430,7 +488,7 @@ class TrainingReplica:
 
     def _initial_state(self) -> AnchorState:
         vector = ParameterVector(self._build()) if self._build else self.vector
-        state = AnchorState.make(vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
+        state = AnchorState.first(vector, self._outer.slots)
         pins = self._run.pins
         if pins is not None and pins.state not in (None, state.digest.hex()) and not self._warned_of_first_state:
             self._warned_of_first_state = True
@@ -439,6 +497,10 @@ class TrainingReplica:
                 "version of PyTorch or of the recipe; the pinned state has to come from another peer"
             )
         return state
+
+    def _discard_checkpoint(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.discard()
 
     def _note_verdict(self, verdict: Verdict) -> None:
         if self._checkpointer is not None:

@@ -55,8 +55,8 @@ class ModelFile:
     """Writer of ``path``, and of the recipe's config beside it with suffix ``.json``; both appear when the context
     ends.
 
-    Vectors are appended one by one, so that only one has to be in memory. Existing files stay if it fails. Methods
-    block, and raise ``StorageError``."""
+    Values are appended piece by piece, so that only one piece has to be in memory. Existing files stay if it fails.
+    Methods block, and raise ``StorageError``."""
 
     def __init__(self, path: Path, about: ModelAbout) -> None:
         self._path = path
@@ -67,7 +67,7 @@ class ModelFile:
         self._file: BinaryIO
 
     def append(self, vector: Tensor) -> None:
-        """Write the values of the next parameters, (k,), one after the other."""
+        """Write the next values, (k,), of the parameters one after the other."""
         self._elements += vector.numel()
         try:
             self._file.write(bytes_of(vector.to(self._about.dtype).contiguous()))
@@ -142,7 +142,8 @@ def export_model(source: Path, out: Path, identity: Identity | None = None) -> i
             provenance["state_digest"] = about.state_digest
         with ModelFile(out, ModelAbout(layout, about.recipe, provenance)) as file:
             for stage in model.stages:
-                file.append(stage.load().anchor)
+                for piece in stage.anchor():
+                    file.append(piece)
         return model.version
 
     return use_newest(source, identity, export)

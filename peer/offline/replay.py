@@ -23,6 +23,7 @@ from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, round_
 from shoal.peer.folders import is_stage_folder
 from shoal.peer.history.catch_up import RoundApplier, is_start_of, rounds_after
 from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
+from shoal.swarm.averaging.results import RoundMean
 from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Verdict
@@ -97,7 +98,7 @@ def _replay(place: Path, number: int | None, identity: Identity | None) -> Itera
     start, way = _way(checkpoints, verdicts, records, number)
     run = _run_file(about, start)
     applier = RoundApplier(run, about.layout)
-    state = read_checkpoint(sources[start], owner.run_hash).state
+    state = read_checkpoint(sources[start], owner.run_hash, with_own=False).state
     vouched = _vouched(verdicts, way, checkpoints.values())
     stage = about.stage.number if about.stage is not None else None
     for verdict in way:
@@ -108,7 +109,7 @@ def _replay(place: Path, number: int | None, identity: Identity | None) -> Itera
             )
         if not records.path(verdict.round).exists():
             raise _missing(records, verdict.round)
-        state = applier.apply(state, verdict, applier.recorded(records, verdict).mean())
+        state = applier.apply(state, verdict, RoundMean(applier.recorded(records, verdict)))
         expected, by = vouched.get((verdict.round, state.version), (None, ""))
         took_s = time.perf_counter() - began_s
         done = Replayed(stage, verdict.round, state.version, state.digest, expected, by, took_s)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint, unpack_verdicts
+from shoal.peer.checkpoints.checkpoint import CheckedCheckpoint, check_checkpoint, unpack_verdicts
 from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import MANIFEST, VERDICTS_FILE, Manifest
 from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
@@ -15,7 +15,6 @@ from shoal.peer.history.chain import check_chain
 from shoal.peer.history.history_file import HISTORY_FILE, unpack_history
 from shoal.peer.member.memberships import scope_of
 from shoal.peer.regular_file import read_regular
-from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import RunFileError, SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Verdict
@@ -169,7 +168,7 @@ def _first_round(one: _Read, history: _History) -> int:
 
 def _check(folder: Path, identity: Identity | None) -> _Read:
     source = open_source(FolderSource(folder), identity)
-    checkpoint = read_checkpoint(source)
+    checkpoint = check_checkpoint(source)
     manifest, place = checkpoint.manifest, source.place(MANIFEST)
     try:
         run = parse_run_file(manifest.run_toml)
@@ -186,7 +185,7 @@ def _check(folder: Path, identity: Identity | None) -> _Read:
         raise refusal(place, "stage and parts", f"{expected}, as the run file has it", "this")
     parts = tuple(
         _Part(owner, digest, _verdicts(source, checkpoint, number, owner[2]))
-        for number, (owner, digest) in enumerate(zip(_owners(manifest), _digests(checkpoint, place), strict=True))
+        for number, (owner, digest) in enumerate(zip(_owners(manifest), _digests(manifest), strict=True))
     )
     last = _last_verdict(manifest, parts, place)
     for field, said, true in (
@@ -200,22 +199,12 @@ def _check(folder: Path, identity: Identity | None) -> _Read:
     return _Read(folder, manifest, parts)
 
 
-def _digests(checkpoint: Checkpoint, place: str) -> Iterator[str]:
-    """Yield the digest of each part's state. Raises ``StateFileError`` where it is not as the manifest says."""
-    manifest, state = checkpoint.manifest, checkpoint.state
-    if manifest.parts is None:
-        yield manifest.state_digest
-        return
-    at = 0
-    for number, part in enumerate(manifest.parts):
-        found = AnchorState.of(state.values[:, at : at + part.elements].contiguous(), state.version).digest.hex()
-        if found != part.state_digest:
-            raise refusal(place, f"parts.{number}.state_digest", found, part.state_digest)
-        at += part.elements
-        yield found
+def _digests(manifest: Manifest) -> list[str]:
+    """The digest of each part's state, which has been checked."""
+    return [manifest.state_digest] if manifest.parts is None else [part.state_digest for part in manifest.parts]
 
 
-def _verdicts(source: CheckpointSource, checkpoint: Checkpoint, number: int, scope: int) -> tuple[Verdict, ...]:
+def _verdicts(source: CheckpointSource, checkpoint: CheckedCheckpoint, number: int, scope: int) -> tuple[Verdict, ...]:
     """The verdicts of a part, which have to be a chain. Raises ``StateFileError``."""
     manifest, place = checkpoint.manifest, source.place(checkpoint.manifest.verdicts_files[number])
     verdicts = unpack_verdicts(checkpoint.verdicts[number], place)

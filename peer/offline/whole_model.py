@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,9 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-import torch
+from torch import Tensor
 
-from shoal.peer.checkpoints.checkpoint import MAX_VERDICTS, pack_verdicts, read_checkpoint, read_verdicts
+from shoal.peer.checkpoints.checkpoint import (
+    MAX_VERDICTS,
+    check_checkpoint,
+    pack_verdicts,
+    read_checkpoint,
+    read_verdicts,
+)
 from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import (
     MANIFEST,
@@ -29,10 +35,10 @@ from shoal.peer.checkpoints.manifest import (
     StageAbout,
     StagePart,
     read_manifest,
-    shard_name,
     stage_verdicts_name,
 )
 from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
+from shoal.peer.checkpoints.state_files import state_shards
 from shoal.peer.checkpoints.store import (
     CHECKPOINTS,
     WRITING,
@@ -40,7 +46,7 @@ from shoal.peer.checkpoints.store import (
     is_aside,
     say_nothing_found,
 )
-from shoal.peer.checkpoints.tensors import file_pieces, shards, vectors
+from shoal.peer.checkpoints.tensors import file_pieces
 from shoal.peer.checkpoints.writer import CheckpointWriter
 from shoal.peer.history.catch_up import RoundApplier, roll_forward, rounds_after
 from shoal.peer.history.history_file import HISTORY_FILE, unpack_history
@@ -56,9 +62,6 @@ from shoal.swarm.protocol.verdict_chain import are_all_stages, check_verdict
 
 log = logging.getLogger(__name__)
 
-_KINDS = ("anchor", "outer")
-
-
 T = TypeVar("T")
 
 
@@ -67,11 +70,17 @@ class StageState:
     """A stage's share of a whole model.
 
     ``about``: of a checkpoint of that stage; ``load`` reads the state that the last of ``verdicts`` made, and may raise
-    ``StateFileError``."""
+    ``StateFileError``; ``pieces`` yields its anchor instead, checked, where that needs less memory."""
 
     about: CheckpointAbout
     verdicts: tuple[Verdict, ...]
     load: Callable[[], AnchorState]
+    pieces: Callable[[], Iterator[Tensor]] | None = None
+
+    def anchor(self) -> Iterator[Tensor]:
+        """Yield the anchor's values in their order, in pieces, (k,) float32; each is to be used before the next one is
+        requested. Raises ``StateFileError`` before the first one."""
+        return self.pieces() if self.pieces is not None else iter([self.load().anchor])
 
 
 def write_whole(
@@ -104,8 +113,9 @@ class WholeCheckpoint:
         self._stages = stages
         self._writer = CheckpointWriter(self._hidden, identity, sealed_for)
         self._rows = 1 + stages[0].outer_vectors
-        self._counts = self._count_files()
-        self._written = Counter[str]()
+        self._count = sum(len(state_shards(stage.layout)) for stage in stages)
+        """Number of files of each kind, which is part of their names."""
+        self._written = 0
         self._parts: list[StagePart] = []
         self._digest: GrowingDigest
         self._last: Verdict
@@ -113,12 +123,10 @@ class WholeCheckpoint:
     def append(self, state: AnchorState, verdicts: tuple[Verdict, ...]) -> None:
         """Write the next stage's state, which the last of these verdicts made."""
         about, self._last = self._stages[len(self._parts)], verdicts[-1]
-        column = sum(part.elements for part in self._parts)
         if not self._parts:
             elements = sum(stage.elements for stage in self._stages)
             self._digest = GrowingDigest(state.version, (self._rows, elements))
-        for row, values in enumerate(state.values):
-            self._digest.take(row, column, values)
+        self._digest.take(state.values)
         try:
             self._writer.add(self._files(state, about, verdicts))
         except OSError as error:
@@ -140,10 +148,11 @@ class WholeCheckpoint:
     def _files(
         self, state: AnchorState, about: CheckpointAbout, verdicts: tuple[Verdict, ...]
     ) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
-        for kind, named in zip(_KINDS, vectors(state.values, about.layout), strict=True):
-            for tensors in shards(named.items()):
-                yield shard_name(kind, self._written[kind], self._counts[kind]), file_pieces(tensors)
-                self._written[kind] += 1
+        found = state_shards(about.layout, self._written, self._count)
+        for shard in found:
+            for name, tensors in shard.files(state.values):
+                yield name, file_pieces(tensors)
+        self._written += len(found)
         yield stage_verdicts_name(len(self._parts), len(self._stages)), iter([pack_verdicts(verdicts)])
 
     def _about(self) -> CheckpointAbout:
@@ -162,15 +171,6 @@ class WholeCheckpoint:
             "parts": tuple(self._parts),
         }
         return CheckpointAbout(**{**first, **own})
-
-    def _count_files(self) -> Counter[str]:
-        """Number of files of each kind, which is part of their names."""
-        counts = Counter[str]()
-        for stage in self._stages:
-            outline = torch.empty(self._rows, stage.elements, device="meta")
-            for kind, named in zip(_KINDS, vectors(outline, stage.layout), strict=True):
-                counts[kind] += len(shards(named.items()))
-        return counts
 
     def _refusal(self, error: OSError) -> StorageError:
         return StorageError(f"{self._place}: the checkpoint cannot be written: {error}")
@@ -274,7 +274,7 @@ class LoadableState:
     def load(self) -> AnchorState:
         """The checkpoint's state with the rounds of ``way`` applied. Raises ``StateFileError``."""
         manifest, records = self.kept.manifest, self.kept.records
-        state = read_checkpoint(self.kept.source, bytes.fromhex(manifest.run_hash)).state
+        state = read_checkpoint(self.kept.source, bytes.fromhex(manifest.run_hash), with_own=False).state
         if not self.way:
             return state
         run = parse_run_file(manifest.run_toml, f"{self.kept.place}: the run file")
@@ -375,8 +375,8 @@ def _find(folder: Path, identity: Identity | None) -> _Found:
             if manifest.stage is not None:
                 found.stages.append(KeptStage.read(place, source, manifest))
             else:
-                load = partial(_load, source, manifest)
-                whole = (StageState(manifest, (), load),)
+                load, pieces = partial(_load, source, manifest), partial(_anchor, source, manifest)
+                whole = (StageState(manifest, (), load, pieces),)
                 found.whole.append(
                     WholeModel(manifest.round, manifest.anchor_version, whole, (place,), is_in_stages=False)
                 )
@@ -387,7 +387,14 @@ def _find(folder: Path, identity: Identity | None) -> _Found:
 
 
 def _load(source: CheckpointSource, manifest: Manifest) -> AnchorState:
-    return read_checkpoint(source, bytes.fromhex(manifest.run_hash)).state
+    return read_checkpoint(source, bytes.fromhex(manifest.run_hash), with_own=False).state
+
+
+def _anchor(source: CheckpointSource, manifest: Manifest) -> Iterator[Tensor]:
+    """The anchor of a checkpoint, which is checked before the first piece."""
+    checked = check_checkpoint(source, bytes.fromhex(manifest.run_hash))
+    for piece in checked.tensors.pieces(1):
+        yield piece[0]
 
 
 def _join_stages(kept: Sequence[KeptStage]) -> Iterator[WholeModel]:

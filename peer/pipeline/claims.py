@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError, RunEnded, Superseded
+from shoal.swarm.errors import FINAL_ERRORS, LinkError
 from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, Release, as_range
 from shoal.swarm.protocol.messages import (
     Acknowledged,
@@ -68,7 +68,7 @@ class ClaimQueue:
         try:
             answer = await self._client.ask(ask, CoordinatorToPeerClaimed)
             granted = overlap(wanted, merge(from_wire(answer.ranges)))
-        except (RunEnded, Superseded):
+        except FINAL_ERRORS:
             raise
         except LinkError as error:  # this peer is no member of the stage any more, so its work on the round is lost
             log.debug("the claim of samples of round %d was refused: %s", ask.round, error)
@@ -79,7 +79,7 @@ class ClaimQueue:
         ranges = to_wire(merge(release.ranges))
         try:
             await self._client.ask(PeerToCoordinatorRelease(round=release.round, ranges=ranges), Acknowledged)
-        except (RunEnded, Superseded):
+        except FINAL_ERRORS:
             raise
         except LinkError as error:  # the samples are not this peer's any more
             log.debug("the release of samples of round %d was refused: %s", release.round, error)
@@ -109,7 +109,7 @@ class DriveRequests:
         message = PeerToCoordinatorDrive(round=ask.round, samples=samples, done=to_wire(merge(ask.done)))
         try:
             answer = await self._client.ask(message, CoordinatorToPeerLease)
-        except (RunEnded, Superseded):
+        except FINAL_ERRORS:
             raise
         except LinkError as error:
             log.debug("the request for samples to drive in round %d was refused: %s", ask.round, error)

@@ -29,8 +29,9 @@ from shoal.peer.recipes import Recipe, layered_recipe
 from shoal.peer.recipes.model_memory import check_layers_fit
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
 from shoal.peer.training.data import DataAbout, run_order
-from shoal.peer.training.device import has_all_state, usable_bytes
+from shoal.peer.training.device import MemoryBytes, MemoryLimits, usable_memory
 from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
+from shoal.swarm.memory_account import account_of
 from shoal.swarm.pipeline.planner.model import PeerCapability, PlanningProblem
 from shoal.swarm.pipeline.planner.planner import explain_no_place
 from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorShowCapability
@@ -52,18 +53,16 @@ class PipelinePeer:
     Call ``train`` inside. ``snapshot`` and ``request_stop`` may be called from any thread.
     """
 
-    def __init__(
-        self, connection: RunConnection, recipe: Recipe, device: torch.device, max_memory_bytes: int | None
-    ) -> None:
-        """``max_memory_bytes``: the most memory that the stages may take, None for all that is free.
+    def __init__(self, connection: RunConnection, recipe: Recipe, device: torch.device, limits: MemoryLimits) -> None:
+        """``limits``: the most memory that the stages may take.
 
         Raises ``UserError`` for the role of a validator, which holds no stages.
         """
         self._connection = connection
         self._recipe = recipe
         self._device = device
-        self._max_memory_bytes = max_memory_bytes
-        self._memory_bytes = 0
+        self._limits = limits
+        self._memory: MemoryBytes
         self._network = connection.network
         self._members: Memberships = connection.members
         self._stopping = False
@@ -110,13 +109,18 @@ class PipelinePeer:
             run.pins.check_layout(layered.layout)
             run.pins.check_data(recipe.tokens_per_sample, recipe.corpus_digest, len(data))
         self._members.run.progress.activity = "measuring"
-        self._memory_bytes = usable_bytes(self._device, self._max_memory_bytes)  # while no stage is in it
-        if self._max_memory_bytes is not None and self._memory_bytes < self._max_memory_bytes:
-            log.warning(
-                "only %.0f MB of the memory that --max-memory allows are free: stages are planned for those",
-                self._memory_bytes / 1e6,
-            )
-        check_layers_fit(run, recipe, self._memory_bytes)
+        self._memory = usable_memory(self._device, self._limits)  # while no stage is in it
+        for option, limit, usable in (
+            ("--max-memory", self._limits.host_bytes, self._memory.host),
+            ("--max-device-memory", self._limits.device_bytes, self._memory.device),
+        ):
+            if limit is not None and usable is not None and usable < limit:
+                log.warning(
+                    "only %.0f MB of the memory that %s allows are free: stages are planned for those",
+                    usable / 1e6,
+                    option,
+                )
+        check_layers_fit(run, recipe, self._memory.computing)
         self._measured = profile_model(run, recipe, self._device, time.time())
         return SpanContext(
             connection=connection,
@@ -139,10 +143,9 @@ class PipelinePeer:
         probed_bps = node.meter.probed_bps
         # The traffic so far is a lower bound of what the link carries.
         bandwidth_bps = max(node.meter.bandwidth_bps, probed_bps or _USUAL_BPS)
-        one = self._measured.capability(peer, self._memory_bytes, bandwidth_bps, node.round_trip_s)
+        one = self._measured.capability(peer, self._memory, bandwidth_bps, node.round_trip_s)
         layer_s = tuple(seconds * self._slowdown for seconds in one.layer_s)
-        holds_all = has_all_state(self._device)
-        return dataclasses.replace(one, layer_s=layer_s, holds_all=holds_all), not probed_bps
+        return dataclasses.replace(one, layer_s=layer_s), not probed_bps
 
     def _report_capability(self) -> None:
         """Report this machine's capability to the coordinator, whose next views assign it a span."""
@@ -173,8 +176,8 @@ class PipelinePeer:
         self._updates.note_report(one, time.monotonic(), is_guess=is_guess)
         shown = PeerToCoordinatorShowCapability(
             capability=Capability(
-                memory_bytes=one.memory_bytes,
-                holds_all=one.holds_all,
+                host_bytes=one.host_bytes,
+                device_bytes=one.device_bytes,
                 layer_s=one.layer_s,
                 bandwidth_bps=one.bandwidth_bps,
                 rtt_s=one.rtt_s,
@@ -221,7 +224,8 @@ class PipelinePeer:
         assert run.pipeline is not None
         costs = [layer.cost for layer in self._measured.layers]
         one, _ = self._capability()
-        why = explain_no_place(PlanningProblem(costs, [one], run.pipeline.in_flight, run.outer.slots), boundaries)
+        problem = PlanningProblem(costs, [one], run.pipeline.in_flight, account_of(run).demand())
+        why = explain_no_place(problem, boundaries)
         if why != self._last_warning:
             self._last_warning = why
             log.warning("%s", why)

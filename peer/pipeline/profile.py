@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal.compression.formats import CodecFormat
 from shoal.peer.options import SHOAL_HOME
 from shoal.peer.recipes import Recipe, layered_recipe
-from shoal.peer.training.device import autocast, describe_device, kept_bytes
+from shoal.peer.training.device import MemoryBytes, autocast, describe_device, kept_bytes
 from shoal.swarm import durable
 from shoal.swarm.errors import DeviceError, RecipeError
 from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability
@@ -218,10 +218,10 @@ class ModelProfile:
         """Seconds of one micro-batch, forward and backward, through the whole model."""
         return sum(layer.seconds for layer in self.layers)
 
-    def capability(self, peer: str, memory_bytes: int, bandwidth_bps: float, rtt_s: float = 0.0) -> PeerCapability:
+    def capability(self, peer: str, memory: MemoryBytes, bandwidth_bps: float, rtt_s: float = 0.0) -> PeerCapability:
         """Return this machine's capability for the planner."""
         layer_s = tuple(layer.seconds for layer in self.layers)
-        return PeerCapability(peer, memory_bytes, layer_s, bandwidth_bps, rtt_s)
+        return PeerCapability(peer, memory.host, layer_s, bandwidth_bps, rtt_s, memory.device)
 
 
 def micro_batch_of(run: RunFile) -> int:

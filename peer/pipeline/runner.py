@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -23,9 +23,9 @@ from shoal.peer.pipeline.mailbox import StageMailbox, StageShapes
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.tensor_store import TensorStore, offer_of
 from shoal.peer.pipeline.training import BackwardTask, ComputeResult, ForgetTask, ForwardTask, Task
-from shoal.peer.pipeline.view_watch import ViewWatch
+from shoal.peer.pipeline.view_watch import ViewWatch, holders
 from shoal.swarm.aio import in_thread, task_scope
-from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
+from shoal.swarm.errors import Busy, LinkError, NoOtherReplica, ShoalError, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import (
     Answer,
     AskToDrive,
@@ -46,9 +46,13 @@ from shoal.swarm.pipeline.engine.effects import (
     TensorOffer,
 )
 from shoal.swarm.pipeline.engine.engine import StageEngine
+from shoal.swarm.pipeline.engine.norm_bounds import Hop, NormBounds
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerNote
 
 log = logging.getLogger(__name__)
+
+_MOST_REFUSED = 3
+"""Tensors in a row of a stage's only replica that are refused before this peer gives up."""
 
 Execute = Callable[[Iterable[Effect | ComputeResult]], None]
 
@@ -139,6 +143,9 @@ class StageRunner:
             stage: ClaimQueue(members.stages[stage].client, on_claim)
             for stage in range(engine.span.first, engine.span.last + 1)
         }
+        self._norms = NormBounds()
+        self._refused: Counter[tuple[Hop, str]] = Counter()
+        """By lone sender, its tensors in a row that were refused for their size."""
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._jobs: set[int] = set()
         """Jobs that are computed or fetched and were not dropped."""
@@ -188,6 +195,7 @@ class StageRunner:
     async def open_round(self, number: int) -> None:
         """Begin a round, or go on with a reopened one; the parameters are those of its anchor."""
         self._round, self._is_closing = number, False
+        self._norms.round_opened(number)
         self._shared.report(self._engine.round_opened, number)
         self._report_view_changes()
 
@@ -350,7 +358,8 @@ class StageRunner:
 
     async def _fetch(self, fetch: Fetch) -> None:
         try:
-            await self._tensors.fetch(fetch, self._mailbox.offer_for(fetch), self._deadlines.request_s)
+            size = await self._tensors.fetch(fetch, self._mailbox.offer_for(fetch), self._deadlines.request_s)
+            self._check_norm(fetch, size)
             if self._engine.is_last:
                 _, targets = self._tensors.received_input(fetch.job)
                 await in_thread(self._shapes.check_targets, targets, fetch.micro_batch.samples)
@@ -359,6 +368,34 @@ class StageRunner:
             self._shared.report(self._engine.fetch_failed, fetch)
         else:
             self._shared.report(self._engine.tensor_arrived, fetch)
+
+    def _check_norm(self, fetch: Fetch, size: float) -> None:
+        """Check the root mean square of a fetched tensor.
+
+        Raises ``WireError`` if it is far above the usual, and ``NoOtherReplica`` if that happened several times in a
+        row with the only peer that can send it.
+        """
+        is_gradient = fetch.kind == "gradient"
+        if is_gradient:
+            size *= fetch.micro_batch.samples  # losses are means over the samples
+        stage = self._engine.span.last + 1 if is_gradient else fetch.stage - 1
+        hop, replicas = (fetch.kind, stage), holders(self._members.run.client.view, stage).keys()
+        if self._norms.accepts(hop, size):
+            if fetch.peer in replicas:
+                self._norms.learn(hop, fetch.peer, size)
+                self._refused.pop((hop, fetch.peer), None)
+            return
+        what = f"the {fetch.kind} of {fetch.micro_batch} from stage {stage}, peer {fetch.peer}"
+        reason = f"{what}, has the size {size:.3g}; at most {self._norms.bound(hop):.3g} is accepted"
+        log.warning("%s: it is refused", reason)
+        if replicas == {fetch.peer}:
+            self._refused[hop, fetch.peer] += 1
+            if self._refused[hop, fetch.peer] >= _MOST_REFUSED:
+                raise NoOtherReplica(
+                    f"{reason}, and stage {stage} has no other replica that could compute it: this peer stops rather "
+                    "than train on it; join again once the stage has a second replica"
+                )
+        raise WireError(reason)
 
     async def _drive(self, ask: AskToDrive) -> None:
         ranges = await self._drives.request_samples(ask)
@@ -370,6 +407,7 @@ class StageRunner:
         """Report changes in the views of the run and of the stages to the engine."""
         engine = self._engine
         for peer in self._watch.take_gone():
+            self._norms.forget(peer)
             self._shared.report(engine.replica_gone, peer)
         if (replicas := self._watch.take_replicas()) is not None and not engine.is_last:
             self._shared.report(engine.replicas_changed, engine.span.last + 1, replicas)

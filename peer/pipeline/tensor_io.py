@@ -172,18 +172,25 @@ class Staging:
         """
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._incoming is not None)
 
-    def unpack_received(self, packed: Tensor, form: TensorHeader) -> Tensor:
+    def unpack_received(self, packed: Tensor, form: TensorHeader) -> tuple[Tensor, float]:
         """Unpack (m,) uint8 on the host: to the device if that is a GPU, for use inside ``computing``, else on the CPU.
 
-        Raises ``WireError`` for bytes that do not fit ``form``.
+        Returns the root mean square of its values, too. Raises ``WireError`` for bytes that do not fit ``form``.
         """
         if self._compute is None:
-            return unpack(packed, form, self.codec)
+            tensor = unpack(packed, form, self.codec)
+            return tensor, root_mean_square(tensor)
         with _synchronized(self._incoming):
             tensor = unpack(packed.to(self.device, non_blocking=True), form, self.codec)
+            size = root_mean_square(tensor)
         # The tensor's memory belongs to the incoming stream, which would reuse it while computations still read it.
         tensor.record_stream(self._compute)
-        return tensor
+        return tensor, size
+
+
+def root_mean_square(tensor: Tensor) -> float:
+    """Return the root mean square of a tensor's values; infinite or NaN if one of them is, or if they are huge."""
+    return tensor.float().square().mean().sqrt().item()
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

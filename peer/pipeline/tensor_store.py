@@ -108,8 +108,10 @@ class TensorStore:
         if _targets_form(offer) != targets:
             raise WireError(f"offered targets of the form {offer.targets}; expected {targets}")
 
-    async def fetch(self, fetch: Fetch, offer: PeerToPeerOfferTensor, progress_s: float) -> None:
-        """Fetch an offered tensor as the input or the gradient of ``fetch.job``. Raises ``LinkError``.
+    async def fetch(self, fetch: Fetch, offer: PeerToPeerOfferTensor, progress_s: float) -> float:
+        """Fetch an offered tensor as the input or the gradient of ``fetch.job``, and return its root mean square.
+
+        Raises ``LinkError``.
 
         ``progress_s``: the longest wait for the next chunk.
         """
@@ -128,14 +130,15 @@ class TensorStore:
         async with aclosing(self._endpoint.fetch(fetch.peer, blob, chunks, sink, progress_s)) as stream:
             async for _ in stream:
                 pass
-        tensor = await in_thread(self._staging.unpack_received, room[: offer.size_bytes], form)
+        tensor, size = await in_thread(self._staging.unpack_received, room[: offer.size_bytes], form)
         kept = self._kept.setdefault(fetch.job, _JobTensors())
         if fetch.kind == "gradient":
             kept.gradient = tensor
-            return
+            return size
         kept.given = tensor
         if targets is not None:
             kept.targets = unpack(room[offer.size_bytes :], targets, self._staging.codec)
+        return size
 
     def received_input(self, job: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the input and the targets received for a job; None where this peer reads them itself."""

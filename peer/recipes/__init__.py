@@ -69,9 +69,10 @@ class Recipe(Protocol):
         ...
 
     def build_model(self, seed: int) -> nn.Module:
-        """The initial model, float32 on the CPU, as a function of settings and ``seed`` only.
+        """The initial model on the CPU, as a function of settings and ``seed`` only.
 
-        Neither reads nor advances torch's global random generator."""
+        Its trainable parameters are float32, float64, bfloat16 or float16; the inner optimizer steps float32 masters of
+        the last two. Neither reads nor advances torch's global random generator."""
         ...
 
     def training_data(self) -> Samples: ...
@@ -90,7 +91,7 @@ class Recipe(Protocol):
 
     @classmethod
     def model_from_config(cls, config: Mapping[str, Any]) -> nn.Module:
-        """The model that ``config`` describes, float32 on the CPU, before its parameters are loaded.
+        """The model that ``config`` describes, on the CPU, before its parameters are loaded.
 
         Needs no corpus. Raises ``RecipeError`` for a config that is not this recipe's."""
         ...

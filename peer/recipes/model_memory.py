@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import resource
 import subprocess
 import sys
@@ -22,21 +23,20 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.peer.machine_memory import memory_text
 from shoal.peer.recipes import Recipe, load_recipe
-from shoal.peer.training.device import available_bytes, has_all_state, memory_bytes, usable_bytes
-from shoal.peer.training.inner_loop import optimizer_states
+from shoal.peer.training.device import (
+    MemoryLimits,
+    available_bytes,
+    demanded_memory,
+    has_own_memory,
+    memory_bytes,
+    usable_bytes,
+)
 from shoal.peer.training.layers import LayeredRecipe
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.errors import DeviceError, ShoalError
-from shoal.swarm.pipeline.planner.model import AVERAGER_COPIES, state_copies
+from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.run_file import RunFile
 
 log = logging.getLogger(__name__)
-
-WHAT_HELPS = (
-    "allow more, take a machine with more memory, or give the run a [pipeline], whose members hold a part of the model "
-    "each"
-)
-"""Advice for a model that does not fit."""
 
 _CHILD_S = 600.0
 _OUT_OF_MEMORY = 3
@@ -49,19 +49,25 @@ _NEEDS_VALUES = (
 """Errors that a recipe's code may raise because its tensors have no values."""
 
 _CPU = torch.device("cpu")
-_MACHINE = "{} of the memory of this machine can be used"
 
 
 @dataclass(frozen=True)
 class ModelOutline:
     """Size of a model.
 
-    ``trained``: elements of the parameters that a run averages; ``other_bytes``: of all other parameters and buffers;
-    ``layers``: trained elements of each layer, of a recipe that gives layers."""
+    ``trained``: elements of the parameters that a run averages, ``trained_bytes``: their size in the model;
+    ``other_bytes``: of all other parameters and buffers; ``layers``: trained elements of each layer, of a recipe that
+    gives layers."""
 
     trained: int
+    trained_bytes: int
     other_bytes: int
     layers: tuple[int, ...] = ()
+
+    @property
+    def value_bytes(self) -> float:
+        """Size of a trained parameter in the model, on average."""
+        return self.trained_bytes / max(1, self.trained)
 
 
 def outline_of(run: RunFile, recipe: Recipe, limit_bytes: int) -> ModelOutline:
@@ -108,10 +114,11 @@ def _outline(recipe: Recipe, seed: int) -> ModelOutline:
         layered = recipe.layers(seed)
         layers = tuple(layered.parameters_bytes(number) // 4 for number in range(len(layered)))
         parts = [part for number in range(len(layered)) for part in layered.outline(number)]
-        return ModelOutline(sum(layers), _other_bytes(parts), layers)
+        return ModelOutline(sum(layers), 4 * sum(layers), _other_bytes(parts), layers)
     model = recipe.build_model(seed)
     trained = {one for one in model.parameters() if one.requires_grad}
-    return ModelOutline(sum(one.numel() for one in trained), _other_bytes([model]))
+    trained_bytes = sum(one.nbytes for one in trained)
+    return ModelOutline(sum(one.numel() for one in trained), trained_bytes, _other_bytes([model]))
 
 
 def _other_bytes(parts: Iterable[nn.Module]) -> int:
@@ -133,10 +140,11 @@ def _outline_by_child(run: RunFile, limit_bytes: int) -> ModelOutline:
         raise DeviceError(f"building the model to find its size took longer than {_CHILD_S:.0f} s") from error
     if done.returncode == 0:
         found = json.loads(done.stdout.splitlines()[-1])
-        return ModelOutline(found["trained"], found["other_bytes"], tuple(found["layers"]))
+        return ModelOutline(**found | {"layers": tuple(found["layers"])})
     if done.returncode == _OUT_OF_MEMORY:
         raise DeviceError(
-            f"the run's model cannot be built within {limit_bytes / 2**30:.1f} GiB of memory: {WHAT_HELPS}"
+            f"the run's model cannot be built within {limit_bytes / 2**30:.1f} GiB of memory: allow more, take a "
+            f"machine with more memory, or give the run a [pipeline], whose members hold a part of the model each"
         )
     last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
     raise DeviceError(f"the run's model cannot be built here: {last[:500]}")
@@ -165,40 +173,27 @@ def _limit_memory(limit_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def held_copies(run: RunFile, device: torch.device) -> float:
-    """Number of float32 values for each parameter in the memory of ``device``.
-
-    They are the parameter, its gradient and the inner optimizer's values; on the CPU also the anchor, the outer
-    optimizer's and the averaging's. In a pipeline they are counted as the planner does."""
-    if run.pipeline is not None:
-        return state_copies(run.outer.slots, has_all_state(device))
-    copies = 2.0 + optimizer_states(run.inner, run.algorithm)
-    return copies + _averaging_copies(run) if has_all_state(device) else copies
-
-
-def _averaging_copies(run: RunFile) -> float:
-    """Values for each parameter that are in the machine's memory, wherever the model is."""
-    return 1 + outer_of(run.outer).slots + AVERAGER_COPIES
-
-
-def check_model_fits(run: RunFile, recipe: Recipe, device: torch.device, limit_bytes: int | None) -> None:
+def check_model_fits(run: RunFile, recipe: Recipe, device: torch.device, limits: MemoryLimits) -> None:
     """Check that a member can train the whole model; takes no memory for it.
 
-    ``limit_bytes``: ``--max-memory``, for the memory of ``device``; without it the model has to fit into what is free
-    now. Raises ``DeviceError``, and what the recipe raises."""
-    allowed = _allowed_bytes(device, limit_bytes)
-    outline = outline_of(run, recipe, allowed)
-    free = _MACHINE if has_all_state(device) else f"{{}} of the memory of {device} can be used"
-    limit = free if limit_bytes is None else "--max-memory allows {}"
-    _check(outline, held_copies(run, device), allowed, limit)
-    if not has_all_state(device):
-        _check(outline, _averaging_copies(run), usable_bytes(_CPU, None), _MACHINE)
+    Without a limit the model has to fit into what is free now. Raises ``DeviceError``, and what the recipe raises."""
+    limits.check(device)
+    host = _Room.of(_CPU, limits.host_bytes)
+    outline = outline_of(run, recipe, host.bytes)
+    demand = account_of(run, value_bytes=outline.value_bytes).demand()
+    needed = demanded_memory(device, demand, outline.trained, outline.other_bytes)
+    if needed.device is None:
+        _check(outline, demand.shared, needed.host, host)
+        return
+    _check(outline, demand.device, needed.device, _Room.of(device, limits.device_bytes))
+    _check(outline, demand.host, needed.host, host)
 
 
 def check_start_fits(run: RunFile, recipe: Recipe) -> None:
     """Check that the whole model can be built here. Raises ``DeviceError``, and what the recipe raises."""
-    allowed = _allowed_bytes(_CPU, None)
-    _check(outline_of(run, recipe, allowed), 1.0, allowed, _MACHINE)
+    room = _Room.of(_CPU, None)
+    outline = outline_of(run, recipe, room.bytes)
+    _check(outline, 1.0, 4 * outline.trained + outline.other_bytes, room)
 
 
 def check_layers_fit(run: RunFile, recipe: Recipe, allowed_bytes: int) -> None:
@@ -216,21 +211,36 @@ def check_layers_fit(run: RunFile, recipe: Recipe, allowed_bytes: int) -> None:
         )
 
 
-def _allowed_bytes(device: torch.device, limit_bytes: int | None) -> int:
-    """Bytes that may be used. A limit that the user gave may exceed what is free now, as other programs may end."""
-    if limit_bytes is None:
-        return usable_bytes(device, None)
-    return min(limit_bytes, max(memory_bytes(device), available_bytes(device)))
+@dataclass(frozen=True)
+class _Room:
+    """Memory that may be used, and how to say so. ``option``: the one that limits it; empty if none was given."""
+
+    bytes: int
+    name: str
+    option: str
+
+    @classmethod
+    def of(cls, device: torch.device, limit_bytes: int | None) -> _Room:
+        """A limit that the user gave may exceed what is free now, as other programs may end."""
+        name = f"of {device}" if has_own_memory(device) else "of this machine"
+        if limit_bytes is None:
+            return cls(usable_bytes(device, None), name, "")
+        option = "--max-device-memory" if has_own_memory(device) else "--max-memory"
+        return cls(min(limit_bytes, max(memory_bytes(device), available_bytes(device))), name, option)
 
 
-def _check(outline: ModelOutline, copies: float, allowed_bytes: int, limit: str) -> None:
-    needed = int(4 * copies * outline.trained) + outline.other_bytes
-    if needed > allowed_bytes:
-        takes, allows = memory_text(needed), limit.format(memory_text(allowed_bytes))
-        raise DeviceError(
-            f"the run's model has {outline.trained:,} parameters and takes {takes} here ({copies:.1f} float32 values "
-            f"for each parameter), and {allows}: {WHAT_HELPS}"
-        )
+def _check(outline: ModelOutline, copies: float, needed_bytes: int, room: _Room) -> None:
+    if needed_bytes <= room.bytes:
+        return
+    takes, allows = memory_text(needed_bytes), memory_text(room.bytes)
+    limit = f"{room.option} allows {allows}" if room.option else f"{allows} of it can be used"
+    more = f"allow more with {room.option}" if room.option else "end other programs"
+    stages = math.ceil(needed_bytes / max(1, room.bytes))
+    raise DeviceError(
+        f"the run's model has {outline.trained:,} parameters and takes {takes} of the memory {room.name} ({copies:.1f} "
+        f"float32 values for each parameter), and {limit}: {more}, take a machine with more memory, or give the run a "
+        f"[pipeline], whose members hold a part of the model each: {stages:,} stages or more would fit"
+    )
 
 
 if __name__ == "__main__":

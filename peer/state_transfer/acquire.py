@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint
 from shoal.peer.checkpoints.checkpointer import Checkpointer
@@ -18,7 +18,7 @@ from shoal.peer.state_transfer.start import StartState
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError, RunEnded
+from shoal.swarm.errors import LinkError, RunEnded, StateFileError
 from shoal.swarm.protocol.types import MAX_KEPT, KeptState
 from shoal.swarm.transport.node import Endpoint
 
@@ -36,7 +36,9 @@ class LocalCandidates:
     """States from which this peer can go on without help: candidates for the run's current state.
 
     They are its checkpoints, the state that its round records lead to from there, the state that it held before it
-    rejoined (``earlier``), and the run's initial state. Methods read and hash: call them in worker threads."""
+    rejoined or has fetched since (``earlier``), and the run's initial state. A state that was overwritten, or released,
+    is a candidate no more; it can be read again where it is on the disk. Methods read and hash: call them in worker
+    threads."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class LocalCandidates:
 
     def find(self, version: int, digest: bytes | None) -> AnchorState | None:
         """The state of that version and digest, if it is here and undamaged. A ``digest`` of None fits any state."""
-        if self.earlier is not None and _matches(self.earlier, version, digest):
+        if _is_there(self.earlier) and _matches(self.earlier, version, digest):
             return self.earlier
         if version > 0:
             return self._from_checkpoint(version, digest) or self._from_records(version, digest)
@@ -76,29 +78,52 @@ class LocalCandidates:
         if self._checkpointer is None:
             return None
         last = self.checkpoint
-        is_last = last is not None and _matches(last.state, version, digest)
+        is_last = last is not None and last.state.is_current and _matches(last.state, version, digest)
         # A process that starts takes its optimizer's state from any checkpoint: that is better than none.
         takes_any = last is None and self._is_first
         if takes_any or (not is_last and (version, digest) in self._on_disk(digest)):
-            self.checkpoint = self._checkpointer.find(version, digest) or last
+            self.checkpoint = self._checkpointer.find(version, digest, with_own=self._is_first) or last
         found = self.checkpoint
-        return found.state if found is not None and _matches(found.state, version, digest) else None
+        is_found = found is not None and found.state.is_current and _matches(found.state, version, digest)
+        return found.state if found is not None and is_found else None
 
     def _from_records(self, version: int, digest: bytes | None) -> AnchorState | None:
-        """The state that the round records lead to from the last checkpoint; computed once, when a process starts."""
-        if self._rolled is None and self._is_first:
-            last = self.checkpoint.state if self.checkpoint is not None else None
-            if last is None and self._make_initial is not None:
-                last = self._make_initial()
-            if last is not None:
-                self._rolled = self._roll_forward(last, version) if last.version < version else last
-        return self._rolled if self._rolled is not None and _matches(self._rolled, version, digest) else None
+        """The state that the round records lead to from the last checkpoint; computed when a process starts, and again
+        where it is asked for and is not in memory any more."""
+        is_it = self._rolled is not None and _matches(self._rolled, version, digest)
+        if self._is_first and (self._rolled is None or (is_it and not self._rolled.is_current)):
+            self._rolled = self._roll(version) or self._rolled
+        return self._rolled if _is_there(self._rolled) and _matches(self._rolled, version, digest) else None
+
+    def _roll(self, version: int) -> AnchorState | None:
+        last = self._last_checkpoint()
+        if last is None and self._make_initial is not None:
+            last = self._make_initial()
+        try:
+            return self._roll_forward(last, version) if last is not None and last.version < version else last
+        except StateFileError as error:
+            log.warning("a state cannot be computed again from the records of rounds: %s", error)
+            return None
+
+    def _last_checkpoint(self) -> AnchorState | None:
+        """State of the last checkpoint, which is read again where it has been overwritten."""
+        last = self.checkpoint
+        if last is None or last.state.is_current or self._checkpointer is None:
+            return last.state if last is not None and last.state.is_current else None
+        again = self._checkpointer.find(last.state.version, last.state.digest, with_own=False)
+        return again.state if again is not None else None
 
     @property
     def newest(self) -> AnchorState | None:
         """The newest state that ``find`` has read or made: the one to catch up from."""
         held = [self.earlier, self._rolled, self.checkpoint.state if self.checkpoint is not None else None]
-        return max((state for state in held if state is not None), key=lambda one: one.version, default=None)
+        return max(filter(_is_there, held), key=lambda one: one.version, default=None)
+
+    def release(self) -> None:
+        """Free the memory of what was read from the disk or made, for the state that is fetched instead."""
+        for state in (self._rolled, self.checkpoint.state if self.checkpoint is not None else None):
+            if state is not None:
+                state.release()
 
     def _on_disk(self, digest: bytes | None) -> set[tuple[int, bytes | None]]:
         kept = self._checkpointer.store.kept() if self._checkpointer is not None else ()
@@ -114,12 +139,16 @@ class LocalCandidates:
         return tuple(kept)
 
     def _after_initial(self) -> Iterator[tuple[int, bytes]]:
-        if self.earlier is not None:
+        if _is_there(self.earlier):
             yield self.earlier.version, self.earlier.digest
         if self._rolled is not None and self._rolled.version > 0:
             yield self._rolled.version, self._rolled.digest
         if self._checkpointer is not None:
             yield from ((one.anchor_version, one.digest) for one in self._checkpointer.store.kept())
+
+
+def _is_there(state: AnchorState | None) -> TypeGuard[AnchorState]:
+    return state is not None and state.is_current
 
 
 def _matches(state: AnchorState, version: int, digest: bytes | None) -> bool:
@@ -141,7 +170,9 @@ class StateHolder(Protocol):
 
 
 class CurrentDownload:
-    """The one state download that a member has under way, across attempts and, by its folder, across processes."""
+    """The one state download that a member has under way, across attempts and, by its folder, across processes.
+
+    A state that was fetched stays in the folder until ``drop``, for a process that is killed before it holds it."""
 
     def __init__(
         self,
@@ -162,12 +193,13 @@ class CurrentDownload:
         self._format = chunk_format
         self._start = start
         self._download: StateDownload | None = None
+        self._is_done = False
 
     @property
     def share_done(self) -> float | None:
         """Share of the state that is here, 0 to 1; None while nothing is being fetched."""
         if self._download is None:
-            return None
+            return 1.0 if self._is_done else None
         partial = self._download.partial
         return 1 - len(partial.missing) / max(1, partial.wanted.chunks)
 
@@ -186,19 +218,23 @@ class CurrentDownload:
             partial = await in_thread(PartialState.resume, wanted, self._folder)
             if partial.resumed:
                 log.info("resuming the state's download: %d of %d chunks are here", partial.resumed, wanted.chunks)
+            self._is_done = False
             self._download = StateDownload(
                 self._endpoint, partial, self._donors, self._progress_s, self._report, self._format
             )
         try:
-            return (await self._download.run()).whole()
+            state = (await self._download.run()).whole()
         except LinkError:
             self._download.readmit_donors()
             raise
+        self.close()
+        self._download, self._is_done = None, True
+        return state
 
     async def drop(self) -> None:
         """Stop, and remove all chunks: they are not needed any more."""
         self.close()
-        self._download = None
+        self._download, self._is_done = None, False
         if self._folder is not None:
             with suppress(OSError):
                 await in_thread(remove_incoming, self._folder)
@@ -218,14 +254,16 @@ async def acquire_state(
 ) -> AnchorState:
     """Return the run's current state once it is held and announced.
 
-    A local candidate is taken where it is the run's state, or where ``catch_up`` turns it into that; otherwise the
-    state is fetched. Waits for a donor, or until the run goes back to a state that a member has kept: while nobody
+    A local candidate is taken where it is the run's state, or where ``catch_up`` turns it into that, in its own memory;
+    otherwise the state is fetched, and is a candidate then: where rounds are faster than the download, ``catch_up``
+    leads on from it. Waits for a donor, or until the run goes back to a state that a member has kept: while nobody
     holds the newest state, every member announces which ones it has.
 
     An unfinished download is finished while donors serve it and ``catch_up`` can bring it up to the newest state;
     without ``catch_up`` only the newest state is fetched. Raises ``RunEnded`` when the run is over and nobody serves
     its last state."""
     caught_up_from: AnchorState | None = None
+    fetched: AnchorState | None = None
     waited_for: int | None = None
     last_error = ""
     while True:
@@ -247,6 +285,11 @@ async def acquire_state(
                 continue
             except LinkError as error:
                 log.info("cannot catch up from version %d: %s", newest_local.version, error)
+                if not newest_local.is_current:  # some rounds were applied
+                    candidates.earlier = newest_local.current
+        if fetched is not None:  # it leads nowhere
+            fetched = None
+            await download.drop()
         view = holder.client.view
         if view.state_digest is None:
             if view.phase == "ended":
@@ -263,14 +306,9 @@ async def acquire_state(
         wanted = newest
         if unfinished is not None and unfinished.shape == shape and unfinished.version <= newest.version:
             wanted = unfinished
+        candidates.release()
         try:
-            state = await download.fetch(wanted)
-            if catch_up is not None and state.version != holder.client.view.anchor_version:
-                state = await catch_up(state)
-            if await _hold_if_current(holder, state):
-                await download.drop()
-                return state
-            await download.drop()
+            candidates.earlier = fetched = await download.fetch(wanted)
         except LinkError as error:
             if str(error) != last_error:  # logged once, and not at every attempt
                 last_error = str(error)
@@ -278,7 +316,7 @@ async def acquire_state(
             await holder.report_kept(await in_thread(candidates.kept_states))
             if wanted != newest:
                 await download.drop()
-        await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_POLL_S)
 
 
 def _waiting_message(version: int, kept: Sequence[KeptState]) -> str:

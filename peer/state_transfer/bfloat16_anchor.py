@@ -45,7 +45,7 @@ async def _agreed_digests(
     async def ask(donor: str) -> None:
         answer = None
         try:
-            digests = bytearray(DIGEST_BYTES * chunks_in(4 * elements))
+            digests = bytearray(DIGEST_BYTES * chunks_in(elements))
             blob = rounded_digests_blob(version)
             await fetch_into(endpoint, donor, blob, memoryview(digests), "the digests", progress_s)
             answer = bytes(digests)

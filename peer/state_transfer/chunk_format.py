@@ -11,6 +11,10 @@ import torch
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.types import Blob
 
+PIECE_BYTES = 2**20
+"""Bytes of a piece in which blobs are sent that are no states' chunks, such as lists of digests; the last one may be
+shorter."""
+
 _PLANES = 4
 _SAMPLE_BYTES = 2**14
 _WORTHWHILE = 0.95
@@ -89,6 +93,10 @@ class Bfloat16:
 
     def blob(self, version: int) -> Blob:
         return Blob(kind="anchor_bfloat16", number=version)
+
+
+def pieces_in(size_bytes: int) -> int:
+    return -(-size_bytes // PIECE_BYTES)
 
 
 RAW, LOSSLESS, BFLOAT16 = Raw(), Lossless(), Bfloat16()

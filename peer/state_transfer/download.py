@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
 
-from shoal.peer.state_transfer.chunk_format import RAW, ChunkFormat
+from shoal.peer.state_transfer.chunk_format import PIECE_BYTES, RAW, ChunkFormat, pieces_in
 from shoal.peer.state_transfer.donor import digests_blob
 from shoal.peer.state_transfer.partial_state import PartialState
-from shoal.peer.training.anchor import CHUNK_BYTES, DIGEST_BYTES, chunks_in
+from shoal.peer.training.anchor import DIGEST_BYTES
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import Busy, LinkError, ShoalError, WireError
 from shoal.swarm.protocol.types import Blob
@@ -30,10 +30,10 @@ MAX_DONORS = 16
 _RUNS_AT_ONCE = 2
 """Requests to one donor at a time: while one run is on its way, the next one has been requested."""
 
-MAX_CHUNKS_A_RUN = 4
+MAX_RUN_BYTES = 2**22
 """At most 8 MiB are under way from one donor, with ``_RUNS_AT_ONCE``: seconds of a slow donor's uplink."""
 
-_BUFFER_BYTES = CHUNK_BYTES + 2**12  # a packed chunk of noise is slightly longer than its values
+_MORE_BYTES = 2**12  # a packed chunk of noise is slightly longer than its values
 _RUN_S = 0.5
 _BUSY_RETRY_S = 0.5
 _POLL_S = 1.0
@@ -136,9 +136,10 @@ class _WrongData(Exception):
 class _Donor:
     """One donor of a download: its speed and its spare buffers.
 
-    ``chunks_a_run`` follows the number of chunks that it delivers in about half a second."""
+    ``chunks_a_run`` follows the number of chunks that it delivers in about half a second, up to ``most``."""
 
     peer: str
+    most: int
     chunks_a_run: int = 1
     spare: list[bytearray] = field(default_factory=list)
 
@@ -147,7 +148,7 @@ class _Donor:
         if run_s > 2 * _RUN_S:
             self.chunks_a_run = max(1, self.chunks_a_run // 2)
         elif is_full_run and run_s < _RUN_S:
-            self.chunks_a_run = min(MAX_CHUNKS_A_RUN, 2 * self.chunks_a_run)
+            self.chunks_a_run = min(self.most, 2 * self.chunks_a_run)
 
 
 class StateDownload:
@@ -172,6 +173,7 @@ class StateDownload:
         self._progress_s = progress_s
         self._report = report or _log_event
         self._format = chunk_format
+        self._buffer_bytes = max(PIECE_BYTES, partial.wanted.chunk_bytes(0) + _MORE_BYTES)
         self._refused: set[str] = set()
         self._readmit_from_s = -math.inf
         self._changed = asyncio.Event()
@@ -225,7 +227,7 @@ class StateDownload:
             self._tasks[peer] = tasks.create_task(self._fetch_from(peer))
 
     async def _fetch_from(self, peer: str) -> None:
-        donor = _Donor(peer)
+        donor = _Donor(peer, max(1, MAX_RUN_BYTES // self.partial.wanted.chunk_bytes(0)))
         try:
             if not self.partial.chunk_digests:
                 await self._fetch_digests(donor)
@@ -262,7 +264,7 @@ class StateDownload:
         wanted = self.partial.wanted
         size = DIGEST_BYTES * wanted.chunks
         digests = bytearray()
-        async for _, data in self._receive(donor, digests_blob(wanted.version), range(chunks_in(size))):
+        async for _, data in self._receive(donor, digests_blob(wanted.version), range(pieces_in(size))):
             digests += data
         if not await in_thread(self.partial.learn_digests, bytes(digests)):
             raise _WrongData("has another state of that version than the run agreed on")
@@ -302,7 +304,7 @@ class StateDownload:
     def _unpack(self, index: int, packed: memoryview) -> bool:
         """Keep a packed chunk if its values are the right ones; for worker threads."""
         try:
-            values = self._format.unpack(packed, self.partial.chunk(index).nbytes)
+            values = self._format.unpack(packed, self.partial.wanted.chunk_bytes(index))
         except WireError as error:
             log.debug("chunk %d: %s", index, error)
             return False
@@ -321,8 +323,8 @@ class StateDownload:
 
         def sink(chunk: int, size_bytes: int) -> memoryview:  # on the data plane's thread
             # A chunk that is too long is accepted here and refused by its digest.
-            fits = size_bytes <= _BUFFER_BYTES
-            buffer = donor.spare.pop() if fits and donor.spare else bytearray(max(size_bytes, _BUFFER_BYTES))
+            fits = size_bytes <= self._buffer_bytes
+            buffer = donor.spare.pop() if fits and donor.spare else bytearray(max(size_bytes, self._buffer_bytes))
             places[chunk] = memoryview(buffer)[:size_bytes]
             return places[chunk]
 
@@ -330,7 +332,7 @@ class StateDownload:
             async for index in stream:
                 place = places.pop(index)
                 yield index, place
-                if isinstance(place.obj, bytearray) and len(place.obj) == _BUFFER_BYTES:
+                if isinstance(place.obj, bytearray) and len(place.obj) == self._buffer_bytes:
                     donor.spare.append(place.obj)
 
     async def _write_chunks(self) -> None:
@@ -358,12 +360,12 @@ async def fetch_into(
     """Fetch all chunks of a blob into ``place``. Raises ``LinkError``, also for a chunk of another size."""
 
     def sink(chunk: int, size_bytes: int) -> memoryview:
-        piece = place[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+        piece = place[chunk * PIECE_BYTES : (chunk + 1) * PIECE_BYTES]
         if size_bytes != piece.nbytes:
             raise LinkError(f"{donor} sent {size_bytes} bytes as chunk {chunk} of {what}, not {piece.nbytes}")
         return piece
 
-    async with aclosing(endpoint.fetch(donor, blob, range(chunks_in(place.nbytes)), sink, progress_s)) as stream:
+    async with aclosing(endpoint.fetch(donor, blob, range(pieces_in(place.nbytes)), sink, progress_s)) as stream:
         async for _ in stream:
             pass
 

@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-
+from shoal.compression.scratch import empty_aligned
 from shoal.peer.regular_file import open_regular
 from shoal.peer.training.anchor import (
-    CHUNK_BYTES,
     DIGEST_BYTES,
     AnchorState,
-    bytes_of,
+    chunk_bounds,
     chunk_digest,
     chunks_in,
+    row_bytes,
     state_digest,
 )
 
 log = logging.getLogger(__name__)
 
-_FORMAT = "shoal-incoming-1"
+_FORMAT = "shoal-incoming-2"
 _SUFFIX = ".part"
 _MAX_HEADER_BYTES = 1000
 
@@ -41,34 +40,33 @@ class WantedState:
     shape: tuple[int, int]
 
     @property
-    def size_bytes(self) -> int:
-        return 4 * self.shape[0] * self.shape[1]
-
-    @property
     def chunks(self) -> int:
-        return chunks_in(self.size_bytes)
+        return chunks_in(self.shape[1])
 
-    @property
-    def anchor_chunks(self) -> int:
-        """Number of chunks that hold the anchor; the last of them may hold the beginning of the outer state, too."""
-        return chunks_in(4 * self.shape[1])
+    def chunk_bytes(self, index: int) -> int:
+        """Bytes of the values of a chunk: of all rows of its range."""
+        start, stop = chunk_bounds(index, self.shape[1])
+        return 4 * self.shape[0] * (stop - start)
 
 
 class PartialState:
     """A state that is being fetched: the chunks that are here, in memory and in a file.
 
-    ``missing``: the chunks that have not arrived; ``unwritten``: chunks that have arrived and are not in the file yet;
-    ``resumed``: the number of chunks that an earlier process left; ``folder``: where the file is written, or None."""
+    ``values``: (1 + slots, n), or with ``only_anchor`` the anchor alone, (1, n): chunks have all rows, of which the
+    others are checked and dropped. ``missing``: the chunks that have not arrived; ``unwritten``: chunks that have
+    arrived and are not in the file yet; ``resumed``: the number of chunks that an earlier process left; ``folder``:
+    where the file is written, or None, as with ``only_anchor``."""
 
     def __init__(self, wanted: WantedState, folder: Path | None = None, *, only_anchor: bool = False) -> None:
+        assert folder is None or not only_anchor
         self.wanted = wanted
         self.folder = folder
-        self.values = torch.empty(wanted.shape)
+        rows, elements = wanted.shape
+        self.values = empty_aligned((1 if only_anchor else rows) * elements).view(-1, elements)
         self.chunk_digests = b""
-        self.missing = set(range(wanted.anchor_chunks if only_anchor else wanted.chunks))
+        self.missing = set(range(wanted.chunks))
         self.unwritten: deque[int] = deque()
         self.resumed = 0
-        self._data = bytes_of(self.values)
         self._file: IncomingFile | None = None
 
     @classmethod
@@ -90,9 +88,9 @@ class PartialState:
             self.chunk_digests = digests
         return is_right
 
-    def chunk(self, index: int) -> memoryview:
-        """The memory of one chunk."""
-        return self._data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+    def rows(self, index: int) -> Iterator[memoryview]:
+        """Yield the memory of each row of a chunk."""
+        return row_bytes(self.values, *chunk_bounds(index, self.wanted.shape[1]))
 
     def mark_arrived(self, index: int) -> None:
         """Record a chunk that ``put`` has kept, and queue it for the file; on the event loop."""
@@ -102,9 +100,12 @@ class PartialState:
     def put(self, index: int, data: memoryview) -> bool:
         """Copy a chunk to its place if its digest is right; return whether it is. For worker threads."""
         expected = self.chunk_digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        if data.nbytes != self.chunk(index).nbytes or chunk_digest(data) != expected:
+        if data.nbytes != self.wanted.chunk_bytes(index) or chunk_digest(data) != expected:
             return False
-        self.chunk(index)[:] = data
+        at = 0
+        for row in self.rows(index):
+            row[:] = data[at : at + row.nbytes]
+            at += row.nbytes
         return True
 
     def write_next(self) -> None:
@@ -128,6 +129,7 @@ class PartialState:
     def whole(self) -> AnchorState:
         """The complete state; its chunks and their digests have been checked."""
         assert not self.missing
+        assert self.values.shape == self.wanted.shape, "not only the anchor"
         return AnchorState(self.values, self.wanted.version, self.wanted.digest, self.chunk_digests)
 
 
@@ -178,7 +180,10 @@ class IncomingFile:
 
     def write(self, partial: PartialState, index: int) -> None:
         """Write a chunk. Raises ``OSError``, as when the disk is full."""
-        self._write_at(self._data_offset + index * CHUNK_BYTES, partial.chunk(index))
+        offset = self._data_offset + index * partial.wanted.chunk_bytes(0)
+        for row in partial.rows(index):
+            self._write_at(offset, row)
+            offset += row.nbytes
 
     def close(self, *, remove: bool = False) -> None:
         with suppress(OSError):
@@ -210,9 +215,9 @@ class IncomingFile:
         return True
 
     def _read_chunks(self, partial: PartialState) -> None:
-        place = memoryview(bytearray(CHUNK_BYTES))
+        place = memoryview(bytearray(partial.wanted.chunk_bytes(0)))
         for index in range(partial.wanted.chunks):
-            data = place[: partial.chunk(index).nbytes]
+            data = place[: partial.wanted.chunk_bytes(index)]
             if _read_into(self._file, data) and index in partial.missing and partial.put(index, data):
                 partial.missing.discard(index)
                 partial.resumed += 1

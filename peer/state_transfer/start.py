@@ -20,8 +20,9 @@ from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
 from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
 from shoal.peer.checkpoints.store import checkpoints_in
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
+from shoal.peer.state_transfer.chunk_format import PIECE_BYTES, pieces_in
 from shoal.peer.state_transfer.download import fetch_into
-from shoal.peer.training.anchor import CHUNK_BYTES, AnchorState, bytes_of, chunks_in
+from shoal.peer.training.anchor import AnchorState, bytes_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import (
     BlobUnavailable,
@@ -267,7 +268,7 @@ class _TensorSource:
 
     def __init__(self, run: RunStart, name: str) -> None:
         elements = torch.Size(run.start.tensors[name].shape).numel()
-        self.chunks = chunks_in(4 * elements * run.rows)
+        self.chunks = pieces_in(4 * elements * run.rows)
         self._run = run
         self._name = name
         self._readers = 0
@@ -289,7 +290,7 @@ class _TensorSource:
         async with self._reading:
             if self._rows is None:
                 self._rows = await in_thread(self._read)
-            return bytes_of(self._rows)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+            return bytes_of(self._rows)[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
 
     def _read(self) -> Tensor:
         assert self._run.files is not None

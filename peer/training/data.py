@@ -7,6 +7,7 @@ random generators do not offer."""
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import SampleRange
 from shoal.swarm.sample_ranges import Ranges, count, merge, to_wire
@@ -93,9 +95,26 @@ class _Done:
             self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
 
 
-class LeasedSamples:
-    """Samples of this peer's leases in four states: left, in hand (one batch), done, and offered to a round.
+@dataclass(eq=False)
+class LeasedBatch:
+    """Samples in hand, those of ``ranges`` in order.
 
+    ``given``: the loop has them, and does not wait for them to be loaded; ``leased``: this peer still has their lease.
+    """
+
+    ranges: Ranges
+    given: bool
+    leased: bool = True
+
+    @property
+    def samples(self) -> int:
+        return count(self.ranges)
+
+
+class LeasedSamples:
+    """Samples of this peer's leases in four states: left, in hand, done, and offered to a round.
+
+    Several batches may be in hand, as data loaders fetch ahead; they are done in the order in which they were taken.
     ``steps`` and ``tokens_trained`` count on over restarts.
     """
 
@@ -104,7 +123,7 @@ class LeasedSamples:
         self._left: Ranges = []
         self._done = _Done()
         self._offered = _Done()
-        self._in_hand: tuple[int, int] | None = None
+        self._batches: deque[LeasedBatch] = deque()
         self._recent: float | None = None
         self.steps = 0
         self.tokens_trained = 0
@@ -124,8 +143,14 @@ class LeasedSamples:
         return count(self._left)
 
     @property
-    def in_hand(self) -> bool:
-        return self._in_hand is not None
+    def in_hand(self) -> int:
+        """Number of samples in hand whose lease this peer still has."""
+        return sum(one.samples for one in self._batches if one.leased)
+
+    @property
+    def batches_given(self) -> int:
+        """Number of batches in hand that the loop has, leased or not."""
+        return sum(one.given for one in self._batches)
 
     @property
     def in_round(self) -> int:
@@ -136,36 +161,104 @@ class LeasedSamples:
     def tokens_done(self) -> int:
         return self.in_round * self._tokens_per_sample
 
+    def undone(self) -> Ranges:
+        """Return the samples that are leased and not done, in hand or left."""
+        return merge([*self._left, *self._ranges_in_hand()])
+
+    def _ranges_in_hand(self) -> Ranges:
+        return [bounds for one in self._batches if one.leased for bounds in one.ranges]
+
     def add_lease(self, start: int, stop: int) -> None:
         """Add a lease of the samples [start, stop)."""
         self._left.append((start, stop))
 
+    def take(self, samples: int) -> LeasedBatch | None:
+        """Take the next samples, at most ``samples``, in hand to load them; None if none are left."""
+        ranges: Ranges = []
+        while self._left and samples:
+            start, stop = self._take_range(samples)
+            ranges.append((start, stop))
+            samples -= stop - start
+        if not ranges:
+            return None
+        self._batches.append(LeasedBatch(ranges, given=False))
+        return self._batches[-1]
+
     def next_batch(self, samples: int) -> tuple[int, int] | None:
-        """Take the next samples, at most ``samples``, in hand and return their bounds; None if none are left."""
-        if self._in_hand is not None:  # the caller left its loop between a batch and its step
-            self._left.insert(0, self._in_hand)
-            self._in_hand = None
+        """Take the next samples of one lease, at most ``samples``, and return their bounds; None if none are left."""
         if not self._left:
             return None
+        bounds = self._take_range(samples)
+        self._batches.append(LeasedBatch([bounds], given=True))
+        return bounds
+
+    def _take_range(self, samples: int) -> tuple[int, int]:
         start, end = self._left.pop(0)
         stop = min(start + samples, end)
         if stop < end:
             self._left.insert(0, (stop, end))
-        self._in_hand = (start, stop)
-        return self._in_hand
+        return start, stop
 
-    def finish_batch(self, loss: Tensor) -> int:
-        """Count the batch in hand as done and return its number of samples. ``loss``: its mean, ()."""
-        assert self._in_hand is not None, "step() without a batch of batches()"
-        start, stop = self._in_hand
-        self._in_hand = None
-        self.count_trained(start, stop, loss)
-        return stop - start
+    def discard(self, batch: LeasedBatch) -> None:
+        """Forget a batch whose lease is lost, before the loop gets it."""
+        assert not batch.leased
+        assert not batch.given
+        self._batches.remove(batch)
+
+    def put_back(self) -> None:
+        """Put what is in hand back to what is left, because the loop that took it has ended."""
+        self._left[:0] = self._ranges_in_hand()
+        self._batches.clear()
+
+    def finish_batch(self, loss: Tensor | float) -> int:
+        """Count the oldest batch in hand as done and return its number of samples, 0 if its lease is lost.
+
+        ``loss``: its mean, (). Raises ``UserError`` if none is in hand.
+        """
+        if not self._batches or not self._batches[0].given:
+            raise UserError(
+                "session.step(loss) was called without a batch in hand: take batches from session.batches(dataset) or "
+                "session.loader(dataset), whose samples are leased to this peer, and call step once for each"
+            )
+        return self.finish(self._batches[0].samples, loss)
+
+    def finish(self, samples: int, loss: Tensor | float) -> int:
+        """Count the oldest samples in hand as done; returns how many of them this peer still has the lease of.
+
+        ``loss``: their mean, (). Raises ``UserError`` if fewer are in hand.
+        """
+        given = sum(one.samples for one in self._batches if one.given)
+        if not 0 < samples <= given:
+            raise UserError(
+                f"session.stepped({samples}, loss): the loop has {given} samples of this session that were not counted "
+                "yet; give the number of samples whose gradients are in the step"
+            )
+        ranges: Ranges = []
+        while samples:
+            batch = self._batches[0]
+            start, end = batch.ranges.pop(0)
+            stop = min(end, start + samples)
+            if stop < end:
+                batch.ranges.insert(0, (stop, end))
+            if batch.leased:
+                ranges.append((start, stop))
+            samples -= stop - start
+            if not batch.ranges:
+                self._batches.popleft()
+        if ranges:
+            self._count(ranges, loss)
+        return count(ranges)
 
     def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:
         """Count the samples [start, stop) as done. ``loss``: their mean, (), if known."""
-        self._done.add([(start, stop)], None if loss is None else loss.detach().float() * (stop - start))
-        self.tokens_trained += (stop - start) * self._tokens_per_sample
+        self._count([(start, stop)], loss)
+
+    def _count(self, ranges: Ranges, loss: Tensor | float | None) -> None:
+        samples = count(ranges)
+        if loss is not None and not isinstance(loss, Tensor):
+            loss = torch.tensor(float(loss))
+        self._done.add(ranges, None if loss is None else loss.detach().float() * samples)
+        self.tokens_trained += samples * self._tokens_per_sample
         self.steps += 1
         if self.steps % 8 == 1 and loss is not None:  # reading a loss waits for the GPU
             self._recent = float(loss.detach())
@@ -199,8 +292,10 @@ class LeasedSamples:
         self._offered = _Done()
 
     def drop_all(self) -> None:
-        """Drop all samples, because the leases have ended."""
-        self._left, self._in_hand = [], None
+        """Drop all samples, because the leases have ended. Batches in hand will not count when their step comes."""
+        self._left = []
+        for batch in self._batches:
+            batch.leased = False
         self._done, self._offered = _Done(), _Done()
 
 

@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.peer.machine_memory import free_machine_bytes, machine_bytes
 from shoal.swarm.errors import DeviceError
+from shoal.swarm.memory_account import MemoryDemand
 from shoal.swarm.protocol.types import DeviceInfo
 
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -46,15 +48,73 @@ def available_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_machine_bytes()
 
 
-def has_all_state(device: torch.device) -> bool:
-    """Return whether the device's memory is the machine's, which also holds the copies of averaging and checkpoints."""
-    return device.type != "cuda"
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether the device has a memory of its own, beside the machine's, in which anchor and averaging are."""
+    return device.type == "cuda"
 
 
 def usable_bytes(device: torch.device, limit: int | None) -> int:
-    """Return the bytes that a member may take: nine tenths of the free ones, at most ``limit`` (``--max-memory``)."""
+    """Return the bytes that a member may take: nine tenths of the free ones, at most ``limit``."""
     usable = int(0.9 * available_bytes(device))
     return usable if limit is None else min(usable, limit)
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Limits that the machine's owner has set: ``host_bytes`` (``--max-memory``) of the machine's memory,
+    ``device_bytes`` (``--max-device-memory``) of a GPU's own. None: nine tenths of what is free."""
+
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+
+    def check(self, device: torch.device) -> None:
+        """Raise ``DeviceError`` for a limit that would have no effect."""
+        if self.device_bytes is not None and not has_own_memory(device):
+            raise DeviceError(
+                f"--max-device-memory is for a GPU with a memory of its own, and {device} computes in the machine's: "
+                f"limit that with --max-memory"
+            )
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Bytes in the machine's memory and in a GPU's own, None for a device that computes in the machine's memory."""
+
+    host: int
+    device: int | None
+
+    @property
+    def computing(self) -> int:
+        """Bytes of the memory in which the device computes."""
+        return self.host if self.device is None else self.device
+
+    def fit_into(self, room: MemoryBytes) -> bool:
+        """Return whether there is ``room`` for these, on the same device."""
+        return self.host <= room.host and (self.device or 0) <= (room.device or 0)
+
+    def __add__(self, other: MemoryBytes) -> MemoryBytes:
+        device = None if self.device is None or other.device is None else self.device + other.device
+        return MemoryBytes(self.host + other.host, device)
+
+
+_CPU = torch.device("cpu")
+
+
+def usable_memory(device: torch.device, limits: MemoryLimits) -> MemoryBytes:
+    """Return the bytes that a member may take. Raises ``DeviceError`` for a limit that would have no effect."""
+    limits.check(device)
+    if not has_own_memory(device):
+        return MemoryBytes(usable_bytes(device, limits.host_bytes), None)
+    return MemoryBytes(usable_bytes(_CPU, limits.host_bytes), usable_bytes(device, limits.device_bytes))
+
+
+def demanded_memory(
+    device: torch.device, demand: MemoryDemand, parameters: int, activation_bytes: int = 0
+) -> MemoryBytes:
+    """Return the bytes that so many trained parameters take, and ``activation_bytes`` where the device computes."""
+    if not has_own_memory(device):
+        return MemoryBytes(int(4 * demand.shared * parameters) + activation_bytes, None)
+    return MemoryBytes(int(4 * demand.host * parameters), int(4 * demand.device * parameters) + activation_bytes)
 
 
 def describe_device(name: str) -> DeviceInfo:
@@ -85,6 +145,9 @@ def _has_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
+_HELP = "allow more (--max-memory, on a GPU --max-device-memory) or join a run with a smaller model"
+
+
 def kept_bytes(model: nn.Module, forward: Callable[[], Tensor], most: float = math.inf) -> int:
     """Measure the bytes that autograd keeps of ``forward`` for its backward pass, without the model's parameters.
 
@@ -101,10 +164,7 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor], most: float = ma
             total += storage.nbytes() - seen.get(storage.data_ptr(), 0)
             seen[storage.data_ptr()] = storage.nbytes()
         if total > most:
-            raise DeviceError(
-                f"one sample needs more than the {most / 2**20:.0f} MiB that the model leaves: allow more --max-memory "
-                "or join a run with a smaller model"
-            )
+            raise DeviceError(f"one sample needs more than the {most / 2**20:.0f} MiB that the model leaves: {_HELP}")
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -117,25 +177,35 @@ _BACKWARD = 1.5
 """Ratio of all memory of a sample to that which autograd keeps; the backward pass makes tensors of its own."""
 
 
-def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int) -> int:
+def samples_that_fit(model: nn.Module, loss_of: Callable[[int], Tensor], batch: int, free_bytes: int) -> int:
     """Return how many of ``batch`` samples may run at once, at least one.
 
-    It is computed from the bytes that autograd keeps of one sample's loss, ``sample_loss``. Raises ``DeviceError`` if
-    not even one sample fits.
+    It is computed from the bytes that autograd keeps of the loss of one sample and of two, ``loss_of(1)`` and
+    ``loss_of(2)``: the difference is a sample's. The rest is kept once, however many samples there are, such as copies
+    of the weights in autocast's type. Raises ``DeviceError`` if not even one sample fits.
     """
-    per_sample = max(1, int(_BACKWARD * kept_bytes(model, sample_loss, free_bytes / _BACKWARD)))
-    fits = free_bytes // per_sample
-    if fits < 1:
+    most = free_bytes / _BACKWARD
+    kept = kept_bytes(model, lambda: loss_of(1), most)
+    if _BACKWARD * kept > free_bytes:
         raise DeviceError(
-            f"one sample needs about {per_sample / 2**20:.0f} MiB beside the model, "
-            f"which leaves {free_bytes / 2**20:.0f} MiB: allow more --max-memory or join a run with a smaller model"
+            f"one sample needs about {_BACKWARD * kept / 2**20:.0f} MiB beside the model, "
+            f"which leaves {free_bytes / 2**20:.0f} MiB: {_HELP}"
         )
-    return int(min(batch, fits))
+    if batch == 1:
+        return 1
+    try:
+        per_sample = max(1, kept_bytes(model, lambda: loss_of(2), most) - kept)
+    except DeviceError:
+        return 1
+    return int(min(batch, 1 + (most - kept) // per_sample))
 
 
-def free_bytes(device: torch.device, model: nn.Module, limit: int | None, copies: float) -> int:
-    """Return the bytes left for activations, with ``copies`` values for each parameter, itself among them."""
-    static = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+def free_bytes(device: torch.device, model: nn.Module, limits: MemoryLimits, demand: MemoryDemand) -> int:
+    """Return the bytes left for activations beside a model that is on the device and all that its training takes."""
+    static = sum(one.nbytes for one in model.parameters())
+    trained = [one for one in model.parameters() if one.requires_grad]
+    frozen = static - sum(one.nbytes for one in trained)
     total = available_bytes(device) + static
-    allowed = min(total, limit) if limit else int(0.9 * total)
-    return allowed - int(static * copies)
+    limit = limits.device_bytes if has_own_memory(device) else limits.host_bytes
+    allowed = int(0.9 * total) if limit is None else min(total, limit)
+    return allowed - demanded_memory(device, demand, sum(one.numel() for one in trained), frozen).computing

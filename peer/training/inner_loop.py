@@ -10,14 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from shoal.peer.training.parameters import MasterWeights
 from shoal.swarm.protocol.run_file import InnerSection
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 
-def make_inner(model: nn.Module, inner: InnerSection) -> Optimizer:
-    """Make the inner optimizer: AdamW or SGD with momentum; weight decay spares vectors (norms, biases)."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def make_inner(model: nn.Module, inner: InnerSection, masters: MasterWeights | None = None) -> Optimizer:
+    """Make the inner optimizer, of the masters if given: AdamW or SGD with momentum; weight decay spares vectors
+    (norms, biases)."""
+    trainable = [
+        parameter if masters is None else masters.of(parameter)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
     groups = [
         {"params": [one for one in trainable if one.dim() >= 2], "weight_decay": inner.weight_decay},
         {"params": [one for one in trainable if one.dim() < 2], "weight_decay": 0.0},
@@ -25,13 +31,6 @@ def make_inner(model: nn.Module, inner: InnerSection) -> Optimizer:
     if inner.optimizer == "adamw":
         return AdamW(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps)
     return SGD(groups, lr=inner.lr, momentum=inner.momentum)
-
-
-def optimizer_states(inner: InnerSection, algorithm: str) -> int:
-    """Return the number of values kept for each parameter besides itself and its gradient."""
-    if algorithm == "virtual_batch":
-        return 1
-    return 2 if inner.optimizer == "adamw" else int(inner.momentum > 0)
 
 
 class InnerLoop:

@@ -206,8 +206,8 @@ class Layered:
         for ours, its in zip(self.layout, found, strict=False):
             if ours != its:
                 raise ModelMismatch(
-                    f"the layers have {ours.name} {ours.shape} {ours.dtype} where the model has {its.name} {its.shape} "
-                    f"{its.dtype}: register its modules in the order of the layers"
+                    f"the layers have {ours.name} {ours.shape} where the model has {its.name} {its.shape}: register "
+                    "its modules in the order of the layers"
                 )
         if len(found) != len(self.layout):
             raise ModelMismatch(f"the layers have {len(self.layout)} parameters and the model {len(found)}")

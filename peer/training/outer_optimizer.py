@@ -1,8 +1,8 @@
 """Outer optimizers: from the anchor and the round's mean to the next anchor, bit-identical on every machine.
 
-They work elementwise in float32 with one rounding an operation: only separate kernels whose results IEEE 754 fixes, and
-scalars that are rounded to float32 beforehand. ``make_outer`` knows all by name, and ``OuterSection`` of the run file
-has their settings."""
+They work in place and elementwise, so that any range can be stepped by itself, in float32 with one rounding an
+operation: only separate kernels whose results IEEE 754 fixes, and scalars that are rounded to float32 beforehand.
+``make_outer`` knows all by name, and ``OuterSection`` of the run file has their settings."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.compression.scratch import empty_aligned_like
+from shoal.compression.scratch import scratch
 from shoal.swarm.protocol.run_file import OuterSection
 
-_SLICE = 2**20
-"""Elements of one pass, so that temporaries stay small."""
+_SLICE = 2**15
+"""Elements of one pass, so that its operands and temporaries stay in the cache. Torch computes as many in one thread:
+waiting for several after each short pass costs far more where the processor is busy with training."""
 
 
 class OuterOptimizer(Protocol):
@@ -30,15 +31,13 @@ class OuterOptimizer(Protocol):
         """Number of state vectors."""
         ...
 
-    def step(
-        self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Return the next anchor, (n,), and the next state, (slots, n), both new tensors.
+    def step_(self, values: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0) -> None:
+        """Overwrite a range of the anchor and of the state vectors by that of the next version.
 
-        ``anchor``, (n,), ``state``, (slots, n), zeros at first, and ``mean``, (n,), are contiguous float32 on one
-        device and are not changed, because they may be being served. ``mean``: mean pseudo-gradient (anchor - local) or
-        gradient, so the step goes against it; ``version``: number of steps before this one; ``lr_factor``: the
-        schedule's factor on the learning rate.
+        ``values``: (1 + slots, k), the anchor's range and those of the state vectors, zeros at first; ``mean``: (k,),
+        mean pseudo-gradient (anchor - local) or gradient, so the step goes against it; both float32 on one device, with
+        contiguous rows; ``version``: number of steps before this one; ``lr_factor``: the schedule's factor on the
+        learning rate.
         """
         ...
 
@@ -54,16 +53,11 @@ class SGD:
         _check_lr(self.lr)
 
     @torch.no_grad()
-    def step(
-        self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Return anchor - lr * mean; see ``OuterOptimizer.step``."""
-        _check(self.slots, anchor, state, mean)
+    def step_(self, values: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0) -> None:
+        """Take the step anchor = anchor - lr * mean; see ``OuterOptimizer.step_``."""
         lr = f32(self.lr * lr_factor)
-        new_anchor, new_state = empty_aligned_like(anchor), empty_aligned_like(state)
-        for part in _slices(anchor.numel()):
-            torch.sub(anchor[part], mean[part] * lr, out=new_anchor[part])
-        return new_anchor, new_state
+        for (anchor,), gradient in _slices(self.slots, values, mean):
+            anchor.sub_(torch.mul(gradient, lr, out=_scratch("change", gradient)))
 
 
 @dataclass(frozen=True)
@@ -82,20 +76,13 @@ class Nesterov:
         _check_fraction("momentum", self.momentum)
 
     @torch.no_grad()
-    def step(
-        self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Take a step; the state is the momentum buffer. See ``OuterOptimizer.step``."""
-        _check(self.slots, anchor, state, mean)
+    def step_(self, values: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0) -> None:
+        """Take a step; the state is the momentum buffer. See ``OuterOptimizer.step_``."""
         lr, momentum = f32(self.lr * lr_factor), f32(self.momentum)
-        new_anchor, new_state = empty_aligned_like(anchor), empty_aligned_like(state)
-        for part in _slices(anchor.numel()):
-            gradient, buffer = mean[part], new_state[0][part]
-            torch.mul(state[0][part], momentum, out=buffer)
-            buffer.add_(gradient)
-            direction = (buffer * momentum).add_(gradient)
-            torch.sub(anchor[part], direction.mul_(lr), out=new_anchor[part])
-        return new_anchor, new_state
+        for (anchor, buffer), gradient in _slices(self.slots, values, mean):
+            buffer.mul_(momentum).add_(gradient)
+            direction = torch.mul(buffer, momentum, out=_scratch("change", gradient)).add_(gradient)
+            anchor.sub_(direction.mul_(lr))
 
 
 @dataclass(frozen=True)
@@ -123,11 +110,8 @@ class AdamW:
             raise ValueError(f"weight_decay must be 0 or more, not {self.weight_decay}")
 
     @torch.no_grad()
-    def step(
-        self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Take a step; ``version`` 0 is the first. See ``OuterOptimizer.step``."""
-        _check(self.slots, anchor, state, mean)
+    def step_(self, values: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0) -> None:
+        """Take a step; ``version`` 0 is the first. See ``OuterOptimizer.step_``."""
         lr, (beta1, beta2), t = self.lr * lr_factor, self.betas, version + 1
         decay = f32(1.0 - lr * self.weight_decay)
         step_size = f32(lr / (1.0 - _power(beta1, t)))
@@ -135,18 +119,13 @@ class AdamW:
         root_factor = f32(1.0 / math.sqrt(1.0 - _power(beta2, t)))
         keep1, new1, keep2, new2 = f32(beta1), f32(1.0 - beta1), f32(beta2), f32(1.0 - beta2)
         eps = f32(self.eps)
-        new_anchor, new_state = empty_aligned_like(anchor), empty_aligned_like(state)
-        for part in _slices(anchor.numel()):
-            gradient, first, second = mean[part], new_state[0][part], new_state[1][part]
-            torch.mul(state[0][part], keep1, out=first)
-            first.add_(gradient * new1)
-            torch.mul(state[1][part], keep2, out=second)
-            second.add_((gradient * gradient).mul_(new2))
-            denominator = _sqrt(second).mul_(root_factor).add_(eps)
-            change = (first * step_size).div_(denominator)
-            torch.mul(anchor[part], decay, out=new_anchor[part])
-            new_anchor[part].sub_(change)
-        return new_anchor, new_state
+        for (anchor, first, second), gradient in _slices(self.slots, values, mean):
+            change, root = _scratch("change", gradient), _scratch("root", gradient)
+            first.mul_(keep1).add_(torch.mul(gradient, new1, out=change))
+            second.mul_(keep2).add_(torch.mul(gradient, gradient, out=change).mul_(new2))
+            denominator = _sqrt(second, root).mul_(root_factor).add_(eps)
+            torch.mul(first, step_size, out=change).div_(denominator)
+            anchor.mul_(decay).sub_(change)
 
 
 def make_outer(
@@ -194,34 +173,35 @@ def _power(base: float, exponent: int) -> float:
     return power
 
 
-def _sqrt(x: Tensor) -> Tensor:
-    """Return the correctly rounded float32 square root of ``x``, (n,), as a new tensor.
+def _sqrt(x: Tensor, out: Tensor) -> Tensor:
+    """Write the correctly rounded float32 square root of ``x``, (n,), to ``out`` and return that.
 
     On the CPU ``torch.sqrt`` is one bit off for about every sixth value, through MKL, while NumPy uses the processor's
     exact instruction. On other devices a float64 root is rounded: its error is below one bit of float64, and no root of
     a float32 comes that near to the middle of two float32.
     """
     if x.device.type == "cpu":
-        root = torch.empty_like(x)
-        np.sqrt(x.numpy(), out=root.numpy())
-        return root
-    return x.double().sqrt_().float()
+        np.sqrt(x.numpy(), out=out.numpy())
+        return out
+    return out.copy_(x.double().sqrt_())
 
 
-def _slices(n: int) -> Iterator[slice]:
-    for start in range(0, n, _SLICE):
-        yield slice(start, min(start + _SLICE, n))
-
-
-def _check(slots: int, anchor: Tensor, state: Tensor, mean: Tensor) -> None:
-    """Assert the preconditions of ``step``."""
-    assert anchor.dim() == 1
-    assert mean.shape == anchor.shape
-    assert state.shape == (slots, anchor.numel()), (tuple(state.shape), slots, anchor.numel())
-    for tensor in (anchor, state, mean):
+def _slices(slots: int, values: Tensor, mean: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    """Yield the rows and the mean in slices, after checking the preconditions of ``step_``."""
+    n = mean.numel()
+    assert values.shape == (1 + slots, n), (tuple(values.shape), slots, n)
+    for tensor in (*values, mean):
         assert tensor.dtype == torch.float32
-        assert tensor.device == anchor.device
+        assert tensor.device == mean.device
+        assert tensor.dim() == 1
         assert tensor.is_contiguous()
+    for start in range(0, n, _SLICE):
+        part = slice(start, min(start + _SLICE, n))
+        yield tuple(row[part] for row in values), mean[part]
+
+
+def _scratch(purpose: str, like: Tensor) -> Tensor:
+    return scratch(f"outer_{purpose}", like.numel(), like.device)
 
 
 def _check_lr(lr: float) -> None:

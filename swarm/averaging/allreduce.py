@@ -19,11 +19,11 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.chunk_header import holders, may_hold
 from shoal.swarm.averaging.chunk_streams import ExchangeContext
-from shoal.swarm.averaging.contribution import ContributionSource, contribution_blob
+from shoal.swarm.averaging.contribution import ContributionSource, EncodedContribution, contribution_blob
 from shoal.swarm.averaging.prefetch import Prefetch
 from shoal.swarm.averaging.reduction import Reduction
 from shoal.swarm.averaging.result_fetch import adopt_agreed, fetch_part
-from shoal.swarm.averaging.results import ChunkStore, ResultDecoder, ResultStore
+from shoal.swarm.averaging.results import ChunkStore, ResultStore
 from shoal.swarm.averaging.straggler_guard import StragglerGuard
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, ShoalError
@@ -36,7 +36,7 @@ from shoal.swarm.transport.source import ChunkSource
 log = logging.getLogger(__name__)
 
 _FINISHED_AT_ONCE, _FINISHED_ELEMENTS, _PIECES = 4, 2**22, 16
-"""Fewest chunks that a worker thread digests and decodes at once, unless they have more elements than that, and most
+"""Fewest chunks that a worker thread digests at once, unless they have more elements than that, and most
 turns for a part: a turn of a worker thread costs about as much as a small chunk."""
 
 
@@ -76,12 +76,13 @@ class AllReduce:
         store: ResultStore,
         me: str,
         feedback: ErrorFeedback,
+        contribution: EncodedContribution,
         deadlines: Deadlines,
         was_away: Callable[[float], bool] = lambda since_s: False,
         prefetch: Prefetch | None = None,
     ) -> None:
-        """``feedback``: begun with our contribution, (elements,) float32. ``was_away``: see ``ExchangeContext``.
-        ``prefetch``: begun, with the same chunks; its streams are taken over."""
+        """``feedback``: begun with our contribution, (elements,) float32, which is encoded as ``contribution``.
+        ``was_away``: see ``ExchangeContext``. ``prefetch``: with the same chunks; its streams are taken over."""
         plan = store.plan
         self.blob = contribution_blob(plan)
         self._endpoint = endpoint
@@ -92,12 +93,8 @@ class AllReduce:
         self.row = plan.members[self.me].row
         self.feedback = feedback
         self._exchange = ExchangeResult()
-        if prefetch is None:
-            self._source = ContributionSource(store)
-            self._source.begin(feedback)
-        else:
-            self._source = prefetch.source
-        self.decoder = ResultDecoder(store)
+        self._source = ContributionSource(store) if prefetch is None else prefetch.source
+        self._source.begin(contribution)
         self._partial_sums = ChunkStore(store.chunks, f"the partial sums of round {plan.round}")
         sources: dict[Blob, ChunkSource] = {self.blob: self._source}
         if plan.columns:
@@ -106,14 +103,9 @@ class AllReduce:
         if prefetch is not None:
             taken = prefetch.context
             self._context = replace(self._context, prefetched=taken.prefetched, meters=taken.meters)
-        self.as_owner = Reduction(self._context, store.group, store.put, feedback.summands, feedback.error_buffer)
-        self.as_row_reducer = Reduction(
-            self._context, store.group.row(self.row), self._partial_sums.put, feedback.summands
-        )
+        self.as_owner = Reduction(self._context, store.group, store.put)
+        self.as_row_reducer = Reduction(self._context, store.group.row(self.row), self._partial_sums.put)
         self.as_stand_in: list[Reduction] = []
-        for part in plan.parts:
-            if part.owner == self.me:
-                feedback.reserve(part.start, part.stop)
         self._guard = StragglerGuard(self._context, lambda: [part.start for part in plan.parts if not store.has(part)])
 
     async def run(self) -> ExchangeResult:
@@ -152,32 +144,24 @@ class AllReduce:
 
     async def _bring(self, part: Part) -> None:
         async with asyncio.TaskGroup() as tasks:
-            ahead = tasks.create_task(self._finish_ahead(part))
+            ahead = tasks.create_task(self._digest_ahead(part))
             if part.owner == self.me:
                 await self.as_owner.run(self.store.chunks_of(part), self._row_reducers(part))
             else:
                 await self._gather(part)
             ahead.cancel()
         if self.store.has(part):
-            await in_thread(self._finish, part)
+            await in_thread(self.store.digest, part)
 
-    async def _finish_ahead(self, part: Part) -> None:
-        """Digest and decode results while others are still on their way, so that little is left after the last one."""
+    async def _digest_ahead(self, part: Part) -> None:
+        """Digest results while others are still on their way, so that little is left after the last one."""
         store, chunks = self.store, self.store.chunks_of(part)
         at_once = min(_FINISHED_AT_ONCE, _FINISHED_ELEMENTS // store.plan.chunk_elements)
         step = max(1, at_once, len(chunks) // _PIECES)
         for start in range(chunks.start, chunks.stop - step, step):
             for index in range(start, start + step):
                 await store.chunk(index)
-            await in_thread(self._finish_piece, part, range(start, start + step))
-
-    def _finish_piece(self, part: Part, chunks: range) -> None:
-        self.store.digest_ahead(part, chunks.stop)
-        self.decoder.decode(chunks)
-
-    def _finish(self, part: Part) -> None:
-        self.store.digest(part)
-        self.decoder.decode(self.store.chunks_of(part))
+            await in_thread(store.digest_ahead, part, start + step)
 
     def _row_reducers(self, part: Part) -> list[int | None]:
         """Return each row's reducer of a part; None for the owner's row, whose members it sums itself."""

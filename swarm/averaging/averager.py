@@ -11,17 +11,17 @@ import functools
 import logging
 from collections.abc import Callable
 
-from torch import Tensor
-
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
+from shoal.swarm.averaging.contribution import EncodedContribution, encode
+from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOffer, RoundOutcome
 from shoal.swarm.averaging.prefetch import Prefetch, PrefetchManager
 from shoal.swarm.averaging.result_fetch import complete_results
-from shoal.swarm.averaging.results import PublishedResults, ResultArchive, ResultDecoder, ResultStore
+from shoal.swarm.averaging.results import PublishedResults, ResultArchive, ResultStore, RoundMean
 from shoal.swarm.averaging.round_feedback import RoundFeedback
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
@@ -44,7 +44,7 @@ class Averager:
         archive: ResultArchive | None = None,
     ) -> None:
         """``archive``: where the results of committed rounds go, if anywhere."""
-        self.round_feedback = RoundFeedback(elements, client.run_file.averaging.residual_decay)
+        self.round_feedback = RoundFeedback(elements, client.run_file.averaging)
         self.activity = ""
         self.on_exchange: Callable[[bool], object] = bool
         """Called with True when an exchange begins and False when it has ended, so that other traffic can wait."""
@@ -62,6 +62,9 @@ class Averager:
         self._is_offered = False
         self._joins = 0
         self._claim = b""
+        self._contribution: EncodedContribution | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def chunks_moved(self) -> int:
@@ -70,6 +73,7 @@ class Averager:
 
     async def average(self, offer: RoundOffer) -> RoundOutcome:
         """Take part in a round from ``ready`` to its verdict; returns what the verdict means for this member."""
+        self._idle.clear()
         self._joins, self._is_offered, self._claim = self._client.joins, False, b""
         self._prefetch = self.prefetch_manager.take(offer.round)
         try:
@@ -78,22 +82,30 @@ class Averager:
         except (StaleWork, NotAdmitted, CodecError) as error:
             outcome = Resync(str(error), is_unusable=isinstance(error, CodecError))
         finally:
-            await self._end_exchange()
-            self.prefetch_manager.release()
-            self.round_feedback.discard()
-            self._buffers.trim()
-            self.activity = ""
-        if isinstance(outcome, Resync):
-            self.round_feedback.late = None
-            if self._is_offered:  # a mean may include some of the residual, which must not be included twice
-                self.round_feedback.forget()
+            try:
+                await self._end_exchange()
+                self.prefetch_manager.release()
+                await self.round_feedback.close()
+                self._contribution = None
+                self._buffers.trim()
+                self.activity = ""
+            finally:
+                self._idle.set()
+        # A mean may include some of the residual, which must not be included twice; late work is others' from now on.
+        if isinstance(outcome, Resync) and (self._is_offered or self.round_feedback.late is not None):
+            self.round_feedback.forget()
         return outcome
+
+    async def until_idle(self) -> None:
+        """Return when no round is running: what is carried to the next one is settled."""
+        await self._idle.wait()
 
     async def _until_verdict(self, offer: RoundOffer, tasks: asyncio.TaskGroup) -> RoundOutcome:
         client, number = self._client, offer.round
         if offer.weight_tokens:
-            offer, self._claim = await self.round_feedback.begin(offer, self._joins)
-            self._send_ahead(offer)
+            self._claim = await self.round_feedback.begin(offer, self._joins)
+            feedback, grid = self.round_feedback.error_feedback, LeafGrid(self._elements, self._codec_map)
+            self._contribution = await encode(feedback, grid, self._buffers.passing)
         ready = PeerToCoordinatorRoundReady(
             round=number,
             anchor_version=offer.anchor_version,
@@ -102,6 +114,7 @@ class Averager:
             ranges=offer.ranges,
             loss=offer.loss,
             norms=self._claim,
+            root=self._root,
         )
         report: PeerToCoordinatorRoundReport | None = None
         reported: tuple[int, int] | None = None
@@ -136,25 +149,20 @@ class Averager:
 
     def _is_planned(self, plan: RoundPlan, offer: RoundOffer) -> bool:
         """Whether the plan includes this very offer, not one of an earlier process or membership of ours."""
-        planned = {member.peer: (member.weight_tokens, member.norms) for member in plan.members}
-        return planned.get(self._client.peer) == (offer.weight_tokens, self._claim) and _same_state(plan, offer)
+        planned = {member.peer: (member.weight_tokens, member.norms, member.root) for member in plan.members}
+        ours = (offer.weight_tokens, self._claim, self._root)
+        return planned.get(self._client.peer) == ours and _same_state(plan, offer)
+
+    @property
+    def _root(self) -> bytes:
+        return bytes(32) if self._contribution is None else self._contribution.root
 
     # Exchange -----------------------------------------------------------------------------------------------
 
-    def _send_ahead(self, offer: RoundOffer) -> None:
-        """Let owners fetch chunks ahead of the plan, but not while a contribution of an earlier round waits to be
-        included."""
-        prefetch = self._prefetch
-        if prefetch is not None and self.round_feedback.late is None and _same_state(prefetch.plan, offer):
-            self._is_offered = True
-            prefetch.begin(self.round_feedback.error_feedback)
-
     async def _drop_prefetch(self) -> None:
-        """Close the prefetch and take the offer back: no owner of the plan has got any chunk of ours."""
         if self._prefetch is not None:
             await self._prefetch.close()
-            self._prefetch, self._is_offered = None, False
-            self.round_feedback.discard()
+            self._prefetch = None
 
     async def _take_part(
         self, view: RunView, plan: RoundPlan, offer: RoundOffer, tasks: asyncio.TaskGroup
@@ -168,12 +176,8 @@ class Averager:
             return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble="")
         self.activity = "averaging"
         client, self._is_offered = self._client, True
-        if not self.round_feedback.error_feedback.in_round:
-            await self.round_feedback.resume(offer)
-        if self._prefetch is not None:
-            if not (view.as_expected and self._prefetch.fits(plan)):
-                self._prefetch.context.close_streams(tasks)
-            self._prefetch.begin(self.round_feedback.error_feedback)
+        if self._prefetch is not None and not (view.as_expected and self._prefetch.fits(plan)):
+            self._prefetch.context.close_streams(tasks)
         store = self._open_store(plan)
         self.on_exchange(True)
         exchange = self._exchange = self._all_reduce(store)
@@ -188,15 +192,15 @@ class Averager:
         return await in_thread(running.result().report, store, exchange.deliveries())
 
     def _all_reduce(self, store: ResultStore) -> AllReduce:
-        client, feedback = self._client, self.round_feedback.error_feedback
+        client, feedback, contribution = self._client, self.round_feedback.error_feedback, self._contribution
+        assert contribution is not None, "the plan has our root"
+        deadlines, prefetch = client.deadlines, self._prefetch
         return AllReduce(
-            self._endpoint, store, client.peer, feedback, client.deadlines, client.was_away, self._prefetch
+            self._endpoint, store, client.peer, feedback, contribution, deadlines, client.was_away, prefetch
         )
 
     async def _end_exchange(self) -> None:
-        if self._prefetch is not None:
-            await self._prefetch.close()
-            self._prefetch = None
+        await self._drop_prefetch()
         if self._exchange is not None:
             await self._exchange.close()
             self._exchange = None
@@ -226,7 +230,7 @@ class Averager:
             return Resync("the other members averaged from another state than ours")
         self.activity = "applying"
         try:
-            mean = await self._committed_mean(verdict, exchange)
+            mean = await self._committed_mean(verdict)
         except LinkError as error:
             return Resync(f"nobody delivers the committed results of round {offer.round}: {error}")
         if self._archive is not None:
@@ -241,10 +245,8 @@ class Averager:
         self.round_feedback.measure()
         return Committed(mean, verdict, included=planned)
 
-    async def _committed_mean(self, verdict: Verdict, exchange: AllReduce | None) -> Tensor:
-        """Return the decoded mean; committed chunks that we lack are fetched. Raises ``LinkError``.
-
-        ``exchange``: ours, which has decoded some of it already."""
+    async def _committed_mean(self, verdict: Verdict) -> RoundMean:
+        """Return the mean; committed chunks that we lack are fetched. Raises ``LinkError``."""
         plan = verdict.plan
         assert plan is not None
         if plan.parts[-1].stop != self._elements:
@@ -252,7 +254,7 @@ class Averager:
             raise LinkError(f"the plan is for a model of {elements} parameters; ours has {self._elements}")
         store = self._stores.get(plan.round) or self._open_store(plan)
         await complete_results(self._endpoint, store, verdict, self._client.peer, self._client.deadlines)
-        return await in_thread(ResultDecoder(store).finish if exchange is None else exchange.decoder.finish)
+        return await in_thread(RoundMean, store)
 
 
 def _same_state(plan: RoundPlan, offer: RoundOffer) -> bool:

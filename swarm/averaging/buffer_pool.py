@@ -20,6 +20,9 @@ _STEP_BYTES = 2**12
 _ALIGNMENT_BYTES = 64
 _SEGMENT_BYTES = 2**23 + 2**16  # two of the largest chunks, with their headers
 
+MOST_FREE_BYTES = 2**26
+"""Free memory that a member keeps from round to round."""
+
 _Range = tuple[int, int, int]
 """Segment number, start and stop within the segment."""
 
@@ -50,18 +53,21 @@ class BufferPool:
             return torch.empty(0)
         return torch.frombuffer(self._lease(4 * n), dtype=torch.float32, count=n)
 
-    def trim(self) -> None:
+    def trim(self, most_free_bytes: int = MOST_FREE_BYTES) -> None:
         """Free segments that were not used since the last call, but keep a quarter more than the peak of bytes in use.
 
         The peak alone would be too little, as chunks do not fill segments: a segment that the next round needs would be
-        freed, and its pages mapped anew, in every round."""
+        freed, and its pages mapped anew, in every round. No more than ``most_free_bytes`` are kept, though, nor what
+        lies between chunks in use."""
         with self._lock:
             self._take_back()
             enough = self._most_used_bytes + self._most_used_bytes // 4
             for free in (self._free_vectors, self._free):
                 for number, start, stop in reversed(free[:]):
                     size = self._segments[number].nbytes
-                    if stop - start == size and number not in self._needed and self.held_bytes - size >= enough:
+                    is_spare = number not in self._needed and self.held_bytes - size >= enough
+                    is_too_much = self.held_bytes - self._used_bytes > most_free_bytes
+                    if stop - start == size and (is_spare or is_too_much):
                         free.remove((number, start, stop))
                         del self._segments[number]
             self._most_used_bytes = self._used_bytes
@@ -138,9 +144,9 @@ class RoundBuffers:
     passing: BufferPool = field(default_factory=BufferPool)
 
     def trim(self) -> None:
-        """See ``BufferPool.trim``."""
-        self.results.trim()
-        self.passing.trim()
+        """See ``BufferPool.trim``; both together keep up to ``MOST_FREE_BYTES``."""
+        self.passing.trim(MOST_FREE_BYTES)
+        self.results.trim(max(0, MOST_FREE_BYTES - self.passing.free_bytes))
 
     @property
     def held_bytes(self) -> int:

@@ -15,9 +15,7 @@ _OTHERS_FIRST = 2
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """Members in a mean, ``included``, in the plan's order, and the rows that came into it as partial sums.
-
-    A row reducer's own contribution is in its partial sum exactly, not as encoded."""
+    """Members in a mean, ``included``, in the plan's order, and the rows that came into it as partial sums."""
 
     included: list[int] = field(default_factory=list)
     reduced_rows: list[int] = field(default_factory=list)

@@ -261,8 +261,7 @@ class ExchangeContext:
         store = self.store
 
         def sizes_bytes(chunk: int) -> Collection[int]:
-            start, stop = store.bounds(chunk)
-            return (store.codec_map.contribution(start, stop).packed_bytes(stop - start),)
+            return (store.leaf_grid.chunk_bytes(*store.bounds(chunk)),)
 
         return StreamRequest(contribution_blob(store.plan), sizes_bytes, 0, self.deadlines.contribution_s)
 
@@ -324,9 +323,10 @@ class ExchangeContext:
                 yield chunk, data
 
     def _stream(self, member: int, request: StreamRequest, chunks: range, meter: StreamMeter) -> Chunks:
+        if member == self.me:
+            return _own(self.sources[request.blob], chunks)
+
         def fetch(sink: ChunkSink) -> AsyncGenerator[int, None]:
-            if member == self.me:
-                return _own(self.sources[request.blob], chunks, sink)
             return self.endpoint.fetch(self.members[member], request.blob, chunks, sink, request.wait_s)
 
         def room(chunk: int, size: int) -> memoryview:
@@ -337,8 +337,7 @@ class ExchangeContext:
         return receive_chunks(fetch, room, meter)
 
 
-async def _own(source: ChunkSource, chunks: range, sink: ChunkSink) -> AsyncGenerator[int, None]:
+async def _own(source: ChunkSource, chunks: range) -> Chunks:
+    """Yield our own chunks, without a copy."""
     for chunk in chunks:
-        data = await source.chunk(chunk)
-        sink(chunk, data.nbytes)[:] = data
-        yield chunk
+        yield chunk, await source.chunk(chunk)

@@ -1,21 +1,83 @@
-"""Contribution of a member, encoded as other members fetch it."""
+"""Contribution of a member: encoded once, before its round has a plan, and served to the owners of the plan."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.swarm.aio import in_thread
+from shoal.swarm.aio import in_thread, task_scope
+from shoal.swarm.averaging.buffer_pool import BufferPool
+from shoal.swarm.averaging.leaf_grid import LeafGrid
+from shoal.swarm.averaging.merkle import MerkleTree, leaf_digest
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable
 from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.types import Blob
 
-_ENCODED_AT_ONCE, _ENCODED_ELEMENTS = 4, 2**22
-"""Chunks that are encoded at once, unless they have more elements: a worker's turn costs about as much as a small
-chunk."""
+_MOST_WORKERS = 8
+"""Threads that encode one contribution, if there are so many processors."""
+
+
+@dataclass(frozen=True)
+class EncodedLeaf:
+    """Packed bytes of a leaf, and their digest."""
+
+    packed: memoryview
+    digest: bytes
+
+
+class EncodedContribution:
+    """All leaves of a contribution, and the tree over them, whose root its member commits to in ``ready``.
+
+    The bytes are the feedback's until its round ends: they settle its residual."""
+
+    def __init__(self, grid: LeafGrid, leaves: Sequence[EncodedLeaf]) -> None:
+        self._grid = grid
+        self._packed = [leaf.packed for leaf in leaves]
+        self._tree = MerkleTree([leaf.digest for leaf in leaves])
+
+    @property
+    def root(self) -> bytes:
+        return self._tree.root
+
+    def chunk(self, start: int, stop: int, buffers: BufferPool) -> memoryview:
+        """Return the leaves of these elements one after the other, and their path. For a worker thread."""
+        leaves, at = self._grid.within(start, stop), 0
+        data = buffers.take(self._grid.chunk_bytes(start, stop))
+        for leaf in leaves:
+            packed = self._packed[leaf]
+            data[at : at + packed.nbytes] = packed
+            at += packed.nbytes
+        data[at:] = self._tree.path(leaves.start, leaves.stop)
+        return data
+
+
+async def encode(feedback: ErrorFeedback, grid: LeafGrid, buffers: BufferPool) -> EncodedContribution:
+    """Encode the contribution that ``feedback`` has begun its round with, in several threads. Raises ``CodecError``."""
+    workers = min(_MOST_WORKERS, os.cpu_count() or 1, grid.leaves)
+    edges = [grid.leaves * worker // workers for worker in range(workers + 1)]
+    runs = [range(start, stop) for start, stop in itertools.pairwise(edges)]
+    async with task_scope() as tasks:
+        encoding = [tasks.create_task(in_thread(encode_leaves, feedback, grid, run, buffers)) for run in runs]
+    return EncodedContribution(grid, [leaf for one in encoding for leaf in one.result()])
+
+
+def encode_leaves(feedback: ErrorFeedback, grid: LeafGrid, leaves: range, buffers: BufferPool) -> list[EncodedLeaf]:
+    """Encode some leaves, in their order. Raises ``CodecError``."""
+    encoded = []
+    for leaf in leaves:
+        packed = feedback.encode_chunk(
+            grid.codec(leaf), *grid.bounds(leaf), lambda size: torch.frombuffer(buffers.take(size), dtype=torch.uint8)
+        )
+        data = packed.numpy().data
+        encoded.append(EncodedLeaf(data, leaf_digest(data)))
+    return encoded
 
 
 def contribution_blob(plan: RoundPlan) -> Blob:
@@ -24,58 +86,32 @@ def contribution_blob(plan: RoundPlan) -> Blob:
 
 
 class ContributionSource:
-    """Chunks of our contribution, each encoded when its owner asks for it (a ``ChunkSource``).
+    """Chunks of our contribution with their paths, each put together when its owner asks (a ``ChunkSource``).
 
-    A chunk that was handed out is not kept, so that the next ones reuse its memory while it is in the cache; the few
-    that are asked for again are encoded again. Until ``begin`` or ``close``, requests wait."""
+    Until ``begin`` or ``close``, requests wait."""
 
     def __init__(self, store: ResultStore) -> None:
         """``store``: of a plan with the same chunks."""
         self.chunks = store.chunks
         self._store = store
-        self._feedback: ErrorFeedback | None = None
-        self._encoded: dict[int, memoryview] = {}
-        self._handed_out: set[int] = set()
-        self._locks: dict[range, asyncio.Lock] = {}
-        step = max(1, min(_ENCODED_AT_ONCE, _ENCODED_ELEMENTS // store.plan.chunk_elements))
-        parts = [store.chunks_of(part) for part in store.plan.parts]
-        runs = [chunks[at : at + step] for chunks in parts for at in range(0, len(chunks), step)]
-        self._runs = [run for run in runs for _ in run]
+        self._contribution: EncodedContribution | None = None
         self._settled = asyncio.Event()
         self._closed = False
 
-    def begin(self, feedback: ErrorFeedback) -> None:
-        """Serve chunks from now on: ``feedback`` has begun its round with our contribution."""
-        self._feedback = feedback
+    def begin(self, contribution: EncodedContribution) -> None:
+        """Serve chunks from now on: the plan is here that has our root in it."""
+        self._contribution = contribution
         self._settled.set()
 
     async def chunk(self, index: int) -> memoryview:
-        """Return a packed chunk. Raises ``BlobUnavailable`` once closed: streams outlive the round."""
+        """Return a chunk, not to be changed. Raises ``BlobUnavailable`` once closed: streams outlive the round."""
         await self._settled.wait()
-        run = self._runs[index]
-        async with self._locks.setdefault(run, asyncio.Lock()):
-            if index not in self._encoded and not self._closed and self._feedback is not None:
-                wanted = range(index, index + 1) if index in self._handed_out else run
-                self._encoded |= await in_thread(self._encode, self._feedback, wanted)
-            if self._closed:
-                raise BlobUnavailable(f"the contribution to round {self._store.plan.round} is not offered any more")
-            self._handed_out.add(index)
-            return self._encoded.pop(index)
-
-    def _encode(self, feedback: ErrorFeedback, run: range) -> dict[int, memoryview]:
-        encoded = {}
-        for index in run:
-            bounds = self._store.bounds(index)
-            codec = self._store.codec_map.contribution(*bounds)
-            encoded[index] = self._store.buffers.passing.take(codec.packed_bytes(bounds[1] - bounds[0]))
-            feedback.encode_chunk(codec, *bounds, torch.frombuffer(encoded[index], dtype=torch.uint8))
-        return encoded
+        if self._contribution is None or self._closed:
+            raise BlobUnavailable(f"the contribution to round {self._store.plan.round} is not offered any more")
+        bounds, buffers = self._store.bounds(index), self._store.buffers.passing
+        return await in_thread(self._contribution.chunk, *bounds, buffers)
 
     async def close(self) -> None:
-        """Serve nothing more; returns when no chunk is being encoded any more."""
-        self._closed = True
+        """Serve nothing more."""
+        self._closed, self._contribution = True, None
         self._settled.set()
-        for lock in list(self._locks.values()):
-            async with lock:
-                pass
-        self._encoded.clear()

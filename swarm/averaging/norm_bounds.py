@@ -1,7 +1,8 @@
 """Bounds on contributions, partial sums and means that follow from the claimed norms of contributions.
 
 Owners leave out contributions above their claims (``norm_claims.py``). A mean is bounded by the triangle inequality:
-``norm(mean) <= sum(weight * factor * claim) / sum(weight)`` over the included members. Every bound allows for what
+``norm(mean) <= sum(weight * factor * claim) / sum(weight)`` over the included members, times what
+robust means may add (``robust_mean.LENGTHENING``), at each of a grid's two levels. Every bound allows for what
 codecs may add (``Codec.growth``, proven for each of them), so only a dishonest member exceeds a bound, and no honest
 value is ever scaled down.
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.compression.codec_map import CodecMap
+from shoal.compression.robust_mean import LENGTHENING
 from shoal.swarm.averaging.norm_claims import claimed_squares, range_elements
 from shoal.swarm.protocol.rounds import RoundPlan
 
@@ -31,12 +33,15 @@ class NormBounds:
         elements = plan.parts[-1].stop
         self._codec_map = codec_map
         self._members = len(plan.members)
+        self._levels = 2 if plan.columns else 1
+        self._lengthening = 1.0 if plan.mean == "weighted" else LENGTHENING[plan.mean]
         self._step = range_elements(elements)
         self._squares = np.stack([claimed_squares(member.norms, elements) for member in plan.members])
         self._weights = np.array([float(member.weight_tokens) for member in plan.members])
+        self._pulls = np.array([float(member.weight_tokens) * member.factor for member in plan.members])
         self.factors = tuple(member.factor for member in plan.members)
-        self.pulls = tuple(float(member.weight_tokens) * member.factor for member in plan.members)
-        """Factor of each member's contribution in a sum of contributions, which is divided by the sum of weights."""
+        self.usual_norms = tuple(member.usual_norm for member in plan.members)
+        self.kind = plan.mean
 
     def contribution(self, member: int, start: int, stop: int) -> float:
         """Bound on a member's contribution before encoding."""
@@ -45,17 +50,18 @@ class NormBounds:
 
     def partial_sum(self, included: Sequence[int], start: int, stop: int) -> float:
         """Bound on a row's mean of these members as its row reducer encodes it."""
-        return self._mean(included, start, stop, 1)
+        return self._mean(included, start, stop, 1, 1)
 
     def mean(self, included: Sequence[int], start: int, stop: int, *, with_partial_sums: bool) -> float:
         """Bound on a mean of these members as its owner encodes it. ``with_partial_sums``: some came as partial sums,
         which are encoded, too."""
-        return self._mean(included, start, stop, 1 + with_partial_sums)
+        return self._mean(included, start, stop, 1 + with_partial_sums, self._levels)
 
-    def _mean(self, included: Sequence[int], start: int, stop: int, times_packed: int) -> float:
+    def _mean(self, included: Sequence[int], start: int, stop: int, times_packed: int, levels: int) -> float:
         who = list(included)
         norms = np.sqrt(self._squares[who, self._touched(start, stop)].sum(1))
-        longest = float(np.dot(np.array(self.pulls)[who], norms) / self._weights[who].sum())
+        longest = float(np.dot(self._pulls[who], norms) / self._weights[who].sum())
+        longest *= self._lengthening**levels
         growth = self._codec_map.result(start, stop, self._members).growth ** times_packed
         growth *= self._codec_map.contribution(start, stop).growth
         return _with_slack(longest * longest, growth, stop - start)

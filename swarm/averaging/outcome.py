@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from shoal.compression.range_reader import RangeReader
+from shoal.swarm.averaging.results import RoundMean
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.types import SampleRange
 
@@ -15,14 +16,12 @@ from shoal.swarm.protocol.types import SampleRange
 class RoundOffer:
     """Contribution of a member to a round, and what it claims about it.
 
-    ``contribution``: (n,) float32 on the CPU; the averager may overwrite it. ``norms``: norms of its claimed ranges
-    (``norms.norms_of``, ``norm_claims.ranges``), known to be finite."""
+    ``contribution``: its values stay the same until the round's outcome is known."""
 
     round: int
     anchor_version: int
     state_digest: bytes
-    contribution: Tensor
-    norms: Sequence[float]
+    contribution: RangeReader
     weight_tokens: int
     ranges: tuple[SampleRange, ...]
     loss: float | None
@@ -30,11 +29,11 @@ class RoundOffer:
 
 @dataclass(frozen=True)
 class Committed:
-    """The round was committed: apply ``mean``, (n,) float32.
+    """The round was committed: apply ``mean``.
 
     ``included``: our samples count as trained on; otherwise the averager adds our contribution to the next offer."""
 
-    mean: Tensor
+    mean: RoundMean
     verdict: Verdict
     included: bool
 
@@ -51,7 +50,7 @@ class Aborted:
 class Resync:
     """This member has fallen out of step: drop the local work, join again and fetch the state.
 
-    ``is_unusable``: because our offer cannot be encoded."""
+    ``is_unusable``: because our offer is infinite or not a number."""
 
     reason: str
     is_unusable: bool = False
@@ -64,7 +63,7 @@ RoundOutcome = Committed | Aborted | Resync
 class CarriedResidual:
     """Residual that a member takes into its next round.
 
-    ``residual``: (n,) float32; ``weight_tokens``: the weight that it counts with, 0 if there is none yet."""
+    ``residual``: (n,) float32 or bfloat16; ``weight_tokens``: the weight that it counts with, 0 if there is none."""
 
     residual: Tensor
     weight_tokens: int

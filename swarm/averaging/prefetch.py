@@ -1,8 +1,8 @@
-"""Prefetch: contributions are exchanged by the expected plan before the real one is here.
+"""Prefetch: owners request contributions by the expected plan before the real one is here.
 
-Owners request contributions as soon as the round's closing is announced, and members send theirs as soon as they are
-ready, while the coordinator waits for the others. Nothing is reduced before the plan, which decides who takes part and
-with which weight, and no stream takes more than its window.
+They do as soon as the round's closing is announced, so that links and streams are open when the plan comes. Nothing is
+sent before it: who has seen others' contributions could still copy them while the list of roots is open. No stream
+takes more than its window.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 from dataclasses import replace
 
 from shoal.compression.codec_map import CodecMap
-from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_streams import ExchangeContext
 from shoal.swarm.averaging.contribution import ContributionSource, contribution_blob
@@ -38,8 +37,6 @@ class Prefetch:
         self.plan = context.store.plan
         self.source = ContributionSource(context.store)
         context.sources[contribution_blob(self.plan)] = self.source
-        self.has_begun = False
-        """Whether owners may have received chunks of our contribution."""
 
     def request_contributions(self, tasks: asyncio.TaskGroup, wait_s: float) -> None:
         """Request contributions for our parts, and accept requests for ours; the first chunk may take ``wait_s``."""
@@ -50,13 +47,6 @@ class Prefetch:
             for member in range(len(context.members)):
                 if part.owner == context.me != member:
                     context.prefetch(member, request, store.chunks_of(part), tasks)
-
-    def begin(self, feedback: ErrorFeedback) -> None:
-        """Send our contribution to the owners that ask. ``feedback`` has begun its round with it."""
-        if not self.has_begun:
-            self.has_begun = True
-            self.context.share_uplink()
-            self.source.begin(feedback)
 
     def has_chunks_of(self, plan: RoundPlan) -> bool:
         """Whether that plan's owners ask for the chunks that this prefetch serves."""

@@ -13,11 +13,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from shoal.compression.codec import Packed
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError
+from shoal.compression.robust_mean import RobustMean
 from shoal.compression.weighted_mean import EncodingLoss, WeightedMean
 from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
@@ -26,31 +26,28 @@ from shoal.swarm.averaging.chunk_streams import ExchangeContext, StreamRequest
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.straggler_guard import StragglerGuard
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.transport.link import CREDIT
 
 log = logging.getLogger(__name__)
 
-_WINDOW = 16
-"""Most chunks that a fast contributor may be ahead of the slowest one: bounds an owner's memory."""
 
-OwnValues = tuple[Tensor, Tensor]
-"""A member's contribution and residual in a chunk, ``(size,) float32`` each: their sum is what it brings."""
+_WINDOW, _FEWEST_AHEAD = 16, 2
+"""Most chunks that a fast contributor may be ahead of the slowest one, and the fewest."""
 
-ErrorBuffer = tuple[Tensor, float]
-"""Memory for the encoding error of a mean, ``(size,) float32``, and a factor for it.
-
-The member that makes the mean carries the error: divided by its own share of the mean, as only that share of what it
-adds reaches a mean, and times the factor."""
+WINDOW_BYTES = 2**26
+"""Bound on an owner's memory for contributions that it cannot reduce yet, those in flight among them: all in all, down
+to ``CREDIT + _FEWEST_AHEAD`` chunks of each."""
 
 
 @dataclass
 class ReducedChunk:
-    """Reduced chunk: the encoded mean, its members, and its encoding error, None if nobody is in it.
+    """Reduced chunk: the encoded mean, its members, and what encoding it lost, None if nobody is in it.
 
-    The error is in the ``ErrorBuffer`` if there is one."""
+    The member that makes the mean carries the loss on, once the verdict has told that this mean was committed."""
 
     result: memoryview
     included: list[int]
-    error: EncodingLoss | None
+    loss: EncodingLoss | None
 
 
 @dataclass
@@ -61,6 +58,12 @@ class _Chunk:
     arrived: dict[int, Packed] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
     partial_sums: dict[int, memoryview] = field(default_factory=dict)
+
+
+def window_of(sources: int, chunk_bytes: int) -> int:
+    """Return how many chunks of this size each of so many sources may be ahead of the slowest one."""
+    fitting = WINDOW_BYTES // max(1, sources * chunk_bytes) - CREDIT
+    return max(_FEWEST_AHEAD, min(_WINDOW, fitting))
 
 
 class PartReducer:
@@ -78,15 +81,12 @@ class PartReducer:
         norm_bounds: NormBounds,
         group: Group,
         chunks: Mapping[int, tuple[int, int]],
-        own: int | None,
         reduced_rows: Collection[int] = (),
         buffers: RoundBuffers | None = None,
     ) -> None:
-        """``chunks``: start and stop of each by its index; ``own``: the member whose values come unpacked, if any does;
-        ``reduced_rows``: the rows that come as partial sums."""
+        """``chunks``: start and stop of each by its index; ``reduced_rows``: the rows that come as partial sums."""
         self._buffers = buffers or RoundBuffers()
         self.group = group
-        self.own = own
         self._codec_map = codec_map
         self._norm_bounds = norm_bounds
         self._bounds = chunks
@@ -96,8 +96,7 @@ class PartReducer:
         self._rows = [group.row(row) for row in range(len(group.rows))]
         self._direct_from = [max(chunks) + 1 if row in reduced_rows else min(chunks) for row in range(len(group.rows))]
         self._next_partial_sum = [min(chunks)] * len(group.rows)
-        awaited = [len(members) - (own in members) for members in group.rows]
-        self._chunks = {index: _Chunk(list(awaited)) for index in chunks}
+        self._chunks = {index: _Chunk([len(members) for members in group.rows]) for index in chunks}
 
     def offer(self, chunk: int, member: int, packed: Packed) -> None:
         """Take a chunk of a member's contribution."""
@@ -134,24 +133,22 @@ class PartReducer:
             for row, direct_from in enumerate(self._direct_from)
         )
 
-    def reduce(
-        self, chunk: int, own: OwnValues | None, error_buffer: ErrorBuffer | None = None
-    ) -> ReducedChunk | list[int]:
+    def reduce(self, chunk: int) -> ReducedChunk | list[int]:
         """Return the weighted mean of a complete chunk, encoded once.
 
-        ``own``: what we bring, if that comes unpacked; ``error_buffer``: for the encoding error, if not in memory of
-        its own. Contributions that do not decode to finite numbers, or are above their member's claim for this chunk or
+        Contributions that do not decode to finite numbers, or are above their member's claim for this chunk or
         for all chunks up to it, are left out. No honest row reducer makes such partial sums: the rows that have one are
         returned, and no mean is made until they have been summed directly.
         """
         state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
-        mean = WeightedMean(stop - start)
+        kind = self._norm_bounds.kind
+        mean = WeightedMean(stop - start) if kind == "weighted" else RobustMean(stop - start, kind)
         included: list[int] = []
         squares: dict[int, float] = {}
         reduced_rows, bad = [], []
         for row, direct_from in enumerate(self._direct_from):
             if chunk >= direct_from:
-                included += self._add_members(chunk, row, mean, own, squares)
+                included += self._add_members(chunk, row, mean, squares)
             elif members := self._add_partial_sum(state, row, mean, (start, stop)):
                 included += members
                 reduced_rows.append(row)
@@ -162,58 +159,46 @@ class PartReducer:
         del self._chunks[chunk]
         for member, square in squares.items():
             self._squares[member] += square
-        return self._encode(mean, ChunkHeader(included, reduced_rows), (start, stop), error_buffer)
+        return self._encode(mean, ChunkHeader(included, reduced_rows), (start, stop))
 
-    def _encode(
-        self, mean: WeightedMean, header: ChunkHeader, bounds: tuple[int, int], error_buffer: ErrorBuffer | None
-    ) -> ReducedChunk:
+    def _encode(self, mean: WeightedMean | RobustMean, header: ChunkHeader, bounds: tuple[int, int]) -> ReducedChunk:
         group, void = self.group, ReducedChunk(memoryview(self.group.pack_header(ChunkHeader())), [], None)
         if not header.included:
             return void
         size, total = bounds[1] - bounds[0], group.weight(header.included)
         codec = self._codec_map.result(*bounds, len(group.members))
-        if error_buffer is None:
-            left, times = self._buffers.passing.floats(size), 1.0
-        else:
-            assert self.own in header.included
-            left, times = error_buffer[0], total / group.weights[self.own] * error_buffer[1]
         result = self._buffers.results.take(group.result_bytes(codec, size), group.header_bytes)
         result[: group.header_bytes] = group.pack_header(header)
         packed = torch.frombuffer(result[group.header_bytes :], dtype=torch.uint8)
         try:
-            error = mean.encode(codec, total, left, packed, times)
+            loss = mean.encode(codec, total, self._buffers.passing.floats(size), packed)
         except CodecError:  # the sum overflowed: the chunk is void for all members
             return void
-        return ReducedChunk(result, sorted(header.included), error)
+        return ReducedChunk(result, sorted(header.included), loss)
 
     def _add_members(
         self,
         chunk: int,
         row: int,
-        mean: WeightedMean,
-        own: OwnValues | None,
+        mean: WeightedMean | RobustMean,
         squares: dict[int, float],
     ) -> list[int]:
-        """Add what a row's members brought to ``mean``, times their pulls; returns the members that were added.
+        """Add what a row's members brought to ``mean``, with their factors; returns the members that were added.
         ``squares`` gets what they have used up of their claims."""
         state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
-        codec, added = self._codec_map.contribution(start, stop), []
+        codec, added, bounds = self._codec_map.contribution(start, stop), [], self._norm_bounds
         for member in self.group.rows[row]:
-            pull, packed = self._norm_bounds.pulls[member], state.arrived.get(member)
-            if member == self.own:
-                assert own is not None
-                mean.add_values(*own, pull)
-            elif packed is None:
+            weight, packed = float(self.group.weights[member]), state.arrived.get(member)
+            if packed is None:
                 continue
-            else:
-                try:
-                    square = codec.squared_norm(packed, stop - start) / codec.growth**2
-                    if not self._is_claimed(member, square, (start, stop)):
-                        continue
-                    mean.add_packed(codec, packed, pull)
-                except CodecError:
+            try:
+                square = codec.squared_norm(packed, stop - start) / codec.growth**2
+                if not self._is_claimed(member, square, (start, stop)):
                     continue
-                squares[member] = square
+                mean.add_packed(codec, packed, weight, bounds.factors[member], row, bounds.usual_norms[member])
+            except CodecError:
+                continue
+            squares[member] = square
             added.append(member)
         return added
 
@@ -223,7 +208,9 @@ class PartReducer:
         claim, start, whole = self._norm_bounds.contribution, self._start, self._squares[member] + square
         return square <= claim(member, *bounds) and whole <= claim(member, start, bounds[1])
 
-    def _add_partial_sum(self, state: _Chunk, row: int, mean: WeightedMean, bounds: tuple[int, int]) -> list[int]:
+    def _add_partial_sum(
+        self, state: _Chunk, row: int, mean: WeightedMean | RobustMean, bounds: tuple[int, int]
+    ) -> list[int]:
         """Add a row's mean to ``mean``, times its weight; returns its members, none where it is no valid mean."""
         group, partial = self._rows[row], state.partial_sums[row]
         included, packed = group.header(partial).included, partial[group.header_bytes :]
@@ -234,7 +221,9 @@ class PartReducer:
             square = codec.squared_norm(packed, bounds[1] - bounds[0])
             if not square <= self._norm_bounds.partial_sum(included, *bounds):
                 return []
-            mean.add_packed(codec, packed, group.weight(included))
+            weight = group.weight(included)
+            usual = sum(group.weights[one] * self._norm_bounds.usual_norms[one] for one in included) / weight
+            mean.add_packed(codec, packed, weight, row=row, usual_norm=usual)
         except CodecError:
             return []
         return included
@@ -255,6 +244,8 @@ class ChunkCollector:
         self._tasks = tasks
         self._row_reducers: dict[int, tuple[int, asyncio.Task[None]]] = {}
         self._next = chunks.start
+        bounds = context.store.bounds(chunks.start)
+        self._window = window_of(len(reducer.group.members), context.store.leaf_grid.chunk_bytes(*bounds))
         self._following: dict[int, int] = {}  # by source, the chunk that it delivers next
         self._changes = Changes()
 
@@ -267,7 +258,7 @@ class ChunkCollector:
         for member in self.reducer.group.rows[row]:
             if member in but:
                 self._give_up(member)
-            elif member != self.reducer.own:
+            else:
                 self._tasks.create_task(self._fetch_contribution(member, chunks))
 
     def distrust(self, row: int, chunk: int) -> None:
@@ -286,8 +277,12 @@ class ChunkCollector:
 
     async def _fetch_partial_sums(self, row: int, row_reducer: int) -> None:
         request = self._context.partial_sums(self.reducer.group.row(row))
+
+        async def offer(chunk: int, packed: memoryview) -> None:
+            self.reducer.offer_partial_sum(chunk, row, packed)
+
         try:
-            await self._fetch(row_reducer, request, self._chunks, self.reducer.offer_partial_sum, row)
+            await self._fetch(row_reducer, request, self._chunks, offer)
         except ShoalError as error:
             self._log(row_reducer, error)
             self._continue_without_row_reducer(row)
@@ -299,8 +294,15 @@ class ChunkCollector:
             self.ask_members(row, chunks, {row_reducer})
 
     async def _fetch_contribution(self, member: int, chunks: range) -> None:
+        store = self._context.store
+        root = store.plan.members[member].root
+
+        async def offer(chunk: int, data: memoryview) -> None:
+            packed = await in_thread(store.leaf_grid.checked, root, *store.bounds(chunk), data)
+            self.reducer.offer(chunk, member, packed)
+
         try:
-            await self._fetch(member, self._context.contributions(), chunks, self.reducer.offer, member)
+            await self._fetch(member, self._context.contributions(), chunks, offer)
         except ShoalError as error:  # the member's errors, too
             self._log(member, error)
             self._give_up(member)
@@ -310,8 +312,7 @@ class ChunkCollector:
         source: int,
         request: StreamRequest,
         chunks: range,
-        offer: Callable[[int, int, memoryview], None],
-        offered_as: int,
+        offer: Callable[[int, memoryview], Awaitable[None]],
     ) -> None:
         """Offer a source's chunks to the reducer; waits while the source is too far ahead of the others."""
         meter = self._context.meter_of(source, request, chunks)
@@ -322,12 +323,15 @@ class ChunkCollector:
             async with aclosing(self._context.open_stream(source, request, rest, meter)) as stream:
                 async for chunk, packed in stream:
                     self._following[source] = chunk + 1
-                    offer(chunk, offered_as, packed)
+                    await offer(chunk, packed)
                     if self.reducer.is_complete(self._next):
                         self._changes.announce()
-                    await self._changes.until(lambda at=chunk: at < self._next + _WINDOW)  # type: ignore[misc]
+                    await self._changes.until(lambda at=chunk: at < self._next + self._window)  # type: ignore[misc]
 
-        await self.guard.fetch(source, request.wait_s, len(chunks), meter, attempt)
+        if source == self._context.me:  # nobody waits for a link, nor is any compared with ours
+            await attempt()
+        else:
+            await self.guard.fetch(source, request.wait_s, len(chunks), meter, attempt)
 
     def _behind(self) -> set[int]:
         """Return the sources that have not delivered the next chunk to be reduced."""
@@ -352,11 +356,6 @@ class Reduction:
     context: ExchangeContext
     group: Group
     put: Callable[[int, memoryview], Awaitable[None]]
-    own: Callable[[int, int], OwnValues] | None = None
-    """Returns this member's own values in [start, stop), unpacked; called in worker threads. None: its contribution
-    comes packed, like the others'."""
-    error_buffer: Callable[[int, int], ErrorBuffer] | None = None
-    """Returns the buffer for the encoding errors of this member's means in [start, stop); called in worker threads."""
     without: frozenset[int] = frozenset()
     made: dict[int, ReducedChunk] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
@@ -372,10 +371,10 @@ class Reduction:
         """Return when the means of these chunks are put. Members that do not deliver are left out.
 
         ``row_reducers``: for each row, the member whose partial sums to take; None for its members' contributions."""
-        context, store, own = self.context, self.context.store, None if self.own is None else self.context.me
+        context, store = self.context, self.context.store
         bounds = {index: store.bounds(index) for index in chunks}
         reduced_rows = {row: one for row, one in enumerate(row_reducers) if one is not None}
-        reducer = PartReducer(store.codec_map, store.norm_bounds, self.group, bounds, own, reduced_rows, store.buffers)
+        reducer = PartReducer(store.codec_map, store.norm_bounds, self.group, bounds, reduced_rows, store.buffers)
         async with asyncio.TaskGroup() as tasks:
             collector = ChunkCollector(context, reducer, chunks, tasks)
             watch = tasks.create_task(collector.guard.watch())
@@ -394,14 +393,9 @@ class Reduction:
     async def _make(self, collector: ChunkCollector, index: int) -> ReducedChunk:
         while True:
             await collector.wait_complete(index)
-            match await in_thread(self._reduce, collector.reducer, index):
+            match await in_thread(collector.reducer.reduce, index):
                 case ReducedChunk() as made:
                     return made
                 case rows:
                     for row in rows:
                         collector.distrust(row, index)
-
-    def _reduce(self, reducer: PartReducer, index: int) -> ReducedChunk | list[int]:
-        bounds = self.context.store.bounds(index)
-        own, error_buffer = self.own and self.own(*bounds), self.error_buffer and self.error_buffer(*bounds)
-        return reducer.reduce(index, own, error_buffer)

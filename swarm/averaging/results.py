@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -14,22 +13,34 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.compression.codec_map import CodecMap, Piece, decode_all
+from shoal.compression.codec_map import CodecMap, Piece, decode_all, spans
 from shoal.compression.formats import CodecError
+from shoal.compression.scratch import empty_aligned
 from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
+from shoal.swarm.averaging.leaf_grid import LeafGrid
+from shoal.swarm.averaging.merkle import MerkleTree
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.errors import AboveBound, BlobUnavailable, WireError
-from shoal.swarm.protocol.rounds import Part, RoundPlan, Verdict
+from shoal.swarm.protocol.rounds import Part, RoundPlan, Verdict, leaf_elements
 from shoal.swarm.protocol.types import Blob
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 
+_PIECE_ELEMENTS = 2**20
+"""Elements of a mean that are decoded at once, unless a chunk has more: enough to spare calls, and 4 MiB."""
+
+
+_CHUNK = "shoal result chunk, version 1"
+
 
 def part_digest(chunks: Iterable[memoryview]) -> bytes:
-    """Return the BLAKE3 digest of a part's result chunks in order: 32 bytes. One thread, without the GIL."""
+    """Return the digest of a part's result chunks, at least one, in order: 32 bytes. One thread, without the GIL.
+
+    It is the root of a Merkle tree over the chunks' own BLAKE3 digests: it tells where each chunk ends, and one chunk
+    with its path shows what the whole digest committed to."""
     return RunningDigest().of(list(chunks))
 
 
@@ -37,18 +48,22 @@ class RunningDigest:
     """Incremental ``part_digest`` of chunks that come one by one."""
 
     def __init__(self) -> None:
-        self._digest = blake3()
+        self._digests: list[bytes] = []
         self._chunks: list[memoryview] = []
 
     def of(self, chunks: Sequence[memoryview]) -> bytes:
-        """Return the digest of these chunks, from the first on; chunks digested by the last call are not read again."""
+        """Return the digest of these chunks, from the first on; chunks read by the last call are not read again."""
+        self.read(chunks)
+        return MerkleTree(self._digests).root
+
+    def read(self, chunks: Sequence[memoryview]) -> None:
+        """Read these chunks, from the first on, ahead of ``of``."""
         before = len(self._chunks)
         if len(chunks) < before or not all(map(operator.is_, self._chunks, chunks)):
-            self._digest, self._chunks, before = blake3(), [], 0
+            self._digests, self._chunks, before = [], [], 0
         for chunk in chunks[before:]:
-            self._digest.update(chunk)
+            self._digests.append(blake3(chunk, derive_key_context=_CHUNK).digest())
             self._chunks.append(chunk)
-        return self._digest.digest()
 
 
 class ChunkStore:
@@ -105,9 +120,9 @@ class ResultStore(ChunkStore):
             )
         self.plan = plan
         self.buffers = buffers or RoundBuffers()
-        self.codec_map = codec_map
-        self.group = Group.of(plan)
         self.elements = plan.parts[-1].stop
+        self.codec_map = codec_map.by_leaf(leaf_elements(self.elements))
+        self.group = Group.of(plan)
         self._dropped: set[int] = set()
         self._undecodable: set[int] = set()
         self._digests: dict[int, bytes] = {}
@@ -123,6 +138,11 @@ class ResultStore(ChunkStore):
             if digest is None:
                 store.drop(part)
         return store
+
+    @cached_property
+    def leaf_grid(self) -> LeafGrid:
+        """Leaves of contributions, of which a chunk has one or more."""
+        return LeafGrid(self.elements, self.codec_map)
 
     @cached_property
     def norm_bounds(self) -> NormBounds:
@@ -193,7 +213,7 @@ class ResultStore(ChunkStore):
     def digest_ahead(self, part: Part, stop: int) -> None:
         """Digest the part's chunks before ``stop``, which are here; ``digest`` continues from there."""
         digesting = self._digesting.pop(part.start, None) or RunningDigest()
-        digesting.of([self[index] for index in range(self.chunks_of(part).start, stop)])
+        digesting.read([self[index] for index in range(self.chunks_of(part).start, stop)])
         self._digesting[part.start] = digesting
 
     def holds(self, part: Part, digest: bytes | None) -> bool:
@@ -210,7 +230,7 @@ class ResultStore(ChunkStore):
     def check(self, chunk: int, data: memoryview) -> None:
         """Raise ``WireError`` for a chunk whose length does not match its header.
 
-        A digest covers a part's chunks one after the other, so it does not show where one ends."""
+        Most chunks come before a verdict names their part's digest, and memory is bounded by what they may take."""
         group, (start, stop) = self.group, self.bounds(chunk)
         is_empty = data.nbytes < group.header_bytes or not group.header(data).included
         expected = group.header_bytes if is_empty else group.result_bytes(self.codec(chunk), stop - start)
@@ -258,34 +278,23 @@ class ResultStore(ChunkStore):
             raise WireError(f"a result chunk of {size} bytes does not fit")
         return self.buffers.results.take(size, group.header_bytes)
 
-    def mean(self) -> Tensor:
-        """Return the decoded mean, (elements,) float32. Needs every chunk except those of void parts."""
-        mean = self.buffers.passing.floats(self.elements)
-        self.decode(range(self.chunks), mean)
-        return mean
+    def find_undecodable(self) -> None:
+        """Note the chunks whose bytes do not decode: they are void for all members alike.
 
-    def decode(self, chunks: Sequence[int], mean: Tensor) -> None:
-        """Decode chunks into their places in ``mean``, (elements,) float32.
-
-        A chunk with no member in it, or whose bytes do not decode, is void: zero for all members alike. Raises
-        ``BlobUnavailable`` when a chunk is not here."""
-        places = {index: mean[slice(*self.bounds(index))] for index in chunks}
-        self._undecodable.difference_update(places)
-        counting = [index for index in places if index not in self._dropped and self.header(index).included]
-        after = self.group.header_bytes
-        pieces = [Piece(self.codec(index), self[index][after:], places[index]) for index in counting]
-        for at, error in decode_all(pieces).items():
-            log.warning("chunk %d of round %d is void: %s", counting[at], self.plan.round, error)
-            self._undecodable.add(counting[at])
-        for index in places.keys() - set(counting) | self._undecodable.intersection(places):
-            places[index].zero_()
-
-    def is_dropped(self, chunk: int) -> bool:
-        """Whether the chunk is of a void part."""
-        return chunk in self._dropped
+        For a worker thread. Raises ``BlobUnavailable`` when a chunk is not here that is not of a void part."""
+        self._undecodable.clear()
+        for index in range(self.chunks):
+            if not self.header(index).included:
+                continue
+            start, stop = self.bounds(index)
+            try:
+                self.codec(index).checked(self[index][self.group.header_bytes :], stop - start)
+            except CodecError as error:
+                log.warning("chunk %d of round %d is void: %s", index, self.plan.round, error)
+                self._undecodable.add(index)
 
     def header(self, chunk: int) -> ChunkHeader:
-        """Return a chunk's header, an empty one if the chunk is void. Call it after ``decode``."""
+        """Return a chunk's header, an empty one if the chunk is void. Call it after ``find_undecodable``."""
         is_void = chunk in self._dropped or chunk in self._undecodable
         return ChunkHeader() if is_void else self.group.header(self[chunk])
 
@@ -323,39 +332,54 @@ class HeldResults:
             return memoryview(b"")
 
 
-class ResultDecoder:
-    """Incremental decoder of a round's mean, for worker threads, while other results are still on their way.
+class RoundMean:
+    """Mean of a committed round, decoded from its bytes whenever it is read; for worker threads.
 
-    A chunk is decoded again if the store has other memory for it by then."""
+    It keeps the encoded bytes, whatever becomes of the store. A chunk with no member in it, or whose bytes do not
+    decode, is void: zero for all members alike."""
 
     def __init__(self, store: ResultStore) -> None:
+        """``store``: has every chunk except those of void parts, else this raises ``BlobUnavailable``."""
+        store.find_undecodable()
+        self.elements = store.elements
         self._store = store
-        self._mean: Tensor | None = None
-        self._lock = threading.Lock()
-        self._decoded: dict[int, memoryview] = {}
+        after = store.group.header_bytes
+        self._packed = [store[one][after:] if store.header(one).included else None for one in range(store.chunks)]
 
-    def decode(self, chunks: Sequence[int]) -> None:
-        """Decode those chunks that are not decoded yet; each is here or void. Thread-safe for disjoint chunks."""
-        store = self._store
-        left = [index for index in chunks if not self._is_decoded(index)]
-        decoded = {index: store[index] for index in left if not store.is_dropped(index)}
-        store.decode(left, self._room())
-        self._decoded |= decoded
+    def pieces(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield start, stop and values, ``(stop - start,) float32``, of consecutive pieces that cover the vector.
 
-    def finish(self) -> Tensor:
-        """Return the whole mean, as ``ResultStore.mean``."""
-        self.decode(range(self._store.chunks))
-        return self._room()
+        Each is one chunk or, up to 2**20 elements, several. The values are overwritten once the next piece is asked
+        for.
+        """
+        chunks, size = len(self._packed), self._store.plan.chunk_elements
+        step = max(1, _PIECE_ELEMENTS // size)
+        room = empty_aligned(min(step * size, self.elements))
+        for first in range(0, chunks, step):
+            after = min(first + step, chunks)
+            start, stop = first * size, self._store.bounds(after - 1)[1]
+            self._decode(range(first, after), room[: stop - start])
+            yield start, stop, room[: stop - start]
 
-    def _is_decoded(self, index: int) -> bool:
-        chunk = None if self._store.is_dropped(index) else self._decoded.get(index)
-        return chunk is not None and self._store[index] is chunk
+    def whole(self) -> Tensor:
+        """Return the whole mean, a new (n,) float32."""
+        mean = empty_aligned(self.elements)
+        self._decode(range(len(self._packed)), mean)
+        return mean
 
-    def _room(self) -> Tensor:
-        with self._lock:
-            if self._mean is None:
-                self._mean = self._store.buffers.passing.floats(self._store.elements)
-            return self._mean
+    def _decode(self, chunks: range, out: Tensor) -> None:
+        """Decode consecutive chunks into ``out``, which begins with the first of them."""
+        store, pieces = self._store, []
+        offset = chunks.start * store.plan.chunk_elements
+        for index in chunks:
+            start, stop = store.bounds(index)
+            values, packed = out[start - offset : stop - offset], self._packed[index]
+            if packed is None:
+                values.zero_()
+            else:
+                codec = store.codec(index)
+                pieces += [Piece(one, packed[room], values[span]) for span, room, one in spans(codec, stop - start)]
+        assert not decode_all(pieces), "find_undecodable has found those that do not decode"
 
 
 class PublishedResults(dict[int, ResultStore]):

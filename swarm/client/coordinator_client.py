@@ -44,7 +44,7 @@ from shoal.swarm.protocol.types import (
     Role,
     RosterEntry,
 )
-from shoal.swarm.protocol.verdict_chain import check_verdict
+from shoal.swarm.protocol.verdict_chain import check_agreement, check_verdict
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.node import Node
@@ -278,6 +278,8 @@ class CoordinatorClient:
         self._roster_version = 0  # a version that no run has, so the next view brings the roster
         self._changed = asyncio.Event()
         self._superseded = False
+        self._heartbeats_sent = self._heartbeats_answered = 0
+        """Number of the newest heartbeat, and of the newest one with an answer."""
         self._clients = [self]
         """Clients of all scopes that this process is a member of."""
         node.control.handle(CoordinatorToPeerView, self._on_view, scope)
@@ -306,6 +308,7 @@ class CoordinatorClient:
             role=self.me.role,
             device=self.me.device,
             addresses=(Address(host=self.me.host, control_port=control, data_port=data),),
+            token=b"" if self.scope else self.invite.token,
         )
         answer = await self._connector.request_anywhere(
             ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S, self.scope
@@ -429,6 +432,7 @@ class CoordinatorClient:
             view = view.model_copy(update={"verdict": verdict})
         if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
             check_verdict(verdict, self.coordinator_key)
+        self._check_agreement(view, old)
         if (
             view.pipeline is None and old is not None and old.pipeline is not None
         ):  # left out, as the heartbeat has named its version
@@ -438,6 +442,19 @@ class CoordinatorClient:
         loop = asyncio.get_running_loop()
         self._closes_at_s = None if view.closes_in_s is None else loop.time() + view.closes_in_s
         self._changed.set()
+
+    def _check_agreement(self, view: RunView, old: RunView | None) -> None:
+        """Check that the host has signed the state of this version. Raises ``WireError`` if it has not."""
+        if view.is_disputed and (old is None or not old.is_disputed):
+            log.warning("the state of version %d is disputed: members replay it", view.anchor_version)
+        agreement = view.agreement
+        if view.state_digest is None or (agreement is None and view.anchor_version == 0):
+            return
+        named = (agreement.anchor_version, agreement.digest) if agreement is not None else None
+        if agreement is None or named != (view.anchor_version, view.state_digest):
+            raise WireError("the view names a state that the coordinator has not signed")
+        if old is None or agreement != old.agreement:
+            check_agreement(agreement, self.coordinator_key)
 
     def _apply_roster(self, view: RunView) -> None:
         """Apply a whole roster, or the changes since the version that is known here.
@@ -524,7 +541,11 @@ class CoordinatorClient:
             headway = headway.model_copy(update={"plan_version": plan.version})
         known = {"roster_version": self._roster_version, "verdict_chain": self.view.verdict_chain, "headway": headway}
         beat = heartbeat.model_copy(update=known)
+        self._heartbeats_sent += 1
+        number = self._heartbeats_sent
         await self.ask(beat, CoordinatorToPeerView)
+        self._heartbeats_answered = max(self._heartbeats_answered, number)
+        self._changed.set()
         if self._is_ahead and self.view.verdict is not None:
             await self.ask(PeerToCoordinatorShowVerdict(verdict=self.view.verdict), Acknowledged)
 
@@ -546,7 +567,13 @@ class CoordinatorClient:
         return self.node.knows_key(curve_key)
 
     async def _await_key(self, curve_key: bytes) -> bool:
+        """Wait for a roster sent after this call: that in the answer to the next heartbeat, which may be late.
+
+        After ``dead_s`` without an answer this peer counts as dead itself."""
         if self._view is not None:
-            # The answer to the next heartbeat brings new members.
-            await self.wait_for(lambda view: self.node.knows_key(curve_key), 1.5 * self.deadlines.heartbeat_s)
+            number = self._heartbeats_sent + 1
+            await self.wait_for(
+                lambda view: self.node.knows_key(curve_key) or self._heartbeats_answered >= number,
+                self.deadlines.dead_s,
+            )
         return self.node.knows_key(curve_key)

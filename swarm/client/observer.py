@@ -35,7 +35,7 @@ async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
     Observers are on the roster, so that members serve them, but they are neither journaled nor counted."""
     keys, identity = CurveKeys.fresh(), Identity.generate()
     me = MemberInfo("observer", "observer", _NOBODY, ports=(1, 1))
-    async with _stranger(keys) as node:
+    async with stranger(keys) as node:
         client = CoordinatorClient(node, identity, keys, invite, me)
         await client.join()
         async with task_scope() as tasks:
@@ -48,7 +48,7 @@ async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
 
 
 @asynccontextmanager
-async def _stranger(keys: CurveKeys) -> AsyncIterator[Node]:
+async def stranger(keys: CurveKeys) -> AsyncIterator[Node]:
     """A node that only connects to others and admits no caller."""
 
     async def admit(key: bytes) -> bool:
@@ -60,7 +60,7 @@ async def _stranger(keys: CurveKeys) -> AsyncIterator[Node]:
 
 async def look_up_run(invite: Invite) -> PublishedRun:
     """Fetch the run file of an invite without joining. Raises the errors of ``fetch_run``."""
-    async with _stranger(CurveKeys.fresh()) as node:
+    async with stranger(CurveKeys.fresh()) as node:
         return await fetch_run(CoordinatorConnector(node.control, invite), invite)
 
 

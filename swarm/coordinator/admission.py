@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from shoal.swarm.coordinator.access import OBSERVERS, OBSERVERS_PER_NETWORK, Access, choose_evicted
+from shoal.swarm.coordinator.access_list import AccessList
 from shoal.swarm.coordinator.event_log import EventLog
-from shoal.swarm.coordinator.events import JournalEvent, MemberJoined, MemberLost
+from shoal.swarm.coordinator.events import (
+    InviteMade,
+    JournalEvent,
+    MemberJoined,
+    MemberKicked,
+    MemberLost,
+    PeerBanned,
+    ProcessBanned,
+)
 from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import NotAdmitted, RunEnded, Superseded, TryLater
+from shoal.swarm.errors import NotAdmitted, Removed, RunEnded, Superseded, TryLater
 from shoal.swarm.protocol.identity import peer_id, verify_certificate
+from shoal.swarm.protocol.invite_token import TokenClaims, check_signature
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import Certificate, DeviceInfo, Role, RosterEntry
+from shoal.swarm.protocol.types import Certificate, DeviceInfo, InviteTerms, Role, RosterEntry
 
 # Bytes that members sent ------------------------------------------------------------------------------------
 
@@ -58,6 +69,9 @@ class SentBytes:
 
 # Admission --------------------------------------------------------------------------------------------------
 
+KICKED, BANNED = "removed by the host", "banned by the host"
+"""Reasons of the loss of members that the host has removed."""
+
 _MAX_UNPROVEN_S = 86_400.0
 """For how long a newcomer keeps its place by reports of progress alone, without any work in a round: a very large state
 over a slow link takes a day."""
@@ -85,10 +99,13 @@ class AdmittingScope(Protocol):
 class Admission:
     """Decides who joins a scope and who loses its place there. Part of a run's own scope and of each stage's.
 
-    Typed errors tell whoever asked why not. ``access`` holds the limits on joins."""
+    Typed errors tell whoever asked why not. ``access`` holds the limits on joins, ``access_list`` who may join."""
 
     def __init__(self, run: RunFile, log: EventLog, scope: AdmittingScope) -> None:
         self.access = Access(run.access)
+        self.access_list = AccessList()
+        self.refusals: Counter[str] = Counter()
+        """Joins that were refused, by reason, since they were last recorded (``access_trail.py``)."""
         self.sent_bytes = SentBytes()
         self._run = run
         self._log = log
@@ -96,15 +113,39 @@ class Admission:
         self._deadlines = Deadlines(run.round.patience_s)
 
     @contextmanager
-    def joining(self, certificate: Certificate, role: Role, network: str, now_s: float) -> Iterator[str]:
+    def counted_refusals(self) -> Iterator[None]:
+        """Count a join that is refused within this context, by its reason."""
+        try:
+            yield
+        except NotAdmitted as error:
+            self.refusals[error.reason] += 1
+            raise
+        except Removed:
+            self.refusals["banned"] += 1
+            raise
+        except TryLater:
+            self.refusals["too many"] += 1
+            raise
+
+    @contextmanager
+    def joining(
+        self,
+        certificate: Certificate,
+        role: Role,
+        network: str,
+        now_s: float,
+        token: bytes = b"",
+        host_key: bytes = b"",
+    ) -> Iterator[str]:
         """Hold one of the places for joins under way, and yield the peer that the certificate proves.
 
-        The limits of ``[access]`` are asked before the certificate is verified. For an identity that the run knows it
-        is the other way round, so that nobody else uses up its joins. Raises ``TryLater``, ``NotAdmitted``,
-        ``RunEnded`` and ``Superseded``."""
+        What a token says, and then the limits of ``[access]``, are asked before any signature is verified. For an
+        identity that the run knows the limits come last, so that nobody else uses up its joins. ``host_key``: whose
+        signature tokens need. Raises ``TryLater``, ``NotAdmitted``, ``RunEnded``, ``Superseded`` and ``Removed``."""
         self.refuse_replaced(certificate.curve_key)
         self._refuse_after_end(role)
         claimed, is_observer = peer_id(certificate.identity_key), role == "observer"
+        claims = self._check_access(claimed, role, network, token)
         member = self._scope.membership.members.get(claimed)
         is_known = self._scope.standing(claimed).has_record or (member is not None and member.alive)
         with self.access.under_way(certificate.curve_key, network, is_known):
@@ -112,16 +153,44 @@ class Admission:
                 self.access.take(network, is_observer, now_s)
                 self._make_room(claimed, role, network)
             peer = verify_certificate(certificate)
+            if claims is not None:
+                check_signature(token, self._run.hash, host_key)
             if is_known:
                 self.access.take_known(peer, now_s)
             yield peer
 
-    def join(self, entry: RosterEntry, device: DeviceInfo, now_s: float, network: str = "") -> None:
-        """Admit a member. The same identity with another key is a new process; the samples of the old one are freed."""
+    def _check_access(self, peer: str, role: Role, network: str, token: bytes) -> TokenClaims | None:
+        """Return the terms by which a peer may join; None if it needs no token. Raises ``Removed`` for one that is
+        banned, and ``NotAdmitted``.
+
+        An identity that was let in once is let in again, whatever has become of its invite."""
+        self.access_list.refuse_banned(peer, network)
+        admission = self._run.access.admission
+        if admission == "open" or (role != "observer" and peer in self._scope.membership.members):
+            return None
+        if admission == "list" and role != "observer":
+            if peer in self.access_list.allowed:
+                return None
+            raise NotAdmitted(
+                f"this run admits only peers that its host has allowed. Tell the host your peer id, {peer}: "
+                f"`shoal allow RUN {peer}` lets you in",
+                "not on the list",
+            )
+        return self.access_list.check_token(token, peer, role, self._log.unix_s)
+
+    def join(
+        self, entry: RosterEntry, device: DeviceInfo, now_s: float, network: str = "", token: bytes | None = None
+    ) -> None:
+        """Admit a member. The same identity with another key is a new process; the samples of the old one are freed.
+
+        ``token``: of its invite, whose signature ``joining`` has checked; None for a peer that may join in any case,
+        such as a member of the run to one of its stages."""
         self._log.now_s = now_s
         membership, record = self._scope.membership, self._scope.record
         self.refuse_replaced(entry.certificate.curve_key)
         self._refuse_after_end(entry.role)
+        # Once more: others may have used the invite while this peer was being dialed.
+        claims = None if token is None else self._check_access(entry.peer, entry.role, network, token)
         known = membership.members.get(entry.peer)
         if known is not None and known.entry.role != "observer" and entry.role == "observer":
             raise NotAdmitted("this identity trains in the run: look at the run with another identity")
@@ -136,7 +205,11 @@ class Admission:
         is_new = known is None or known.entry.certificate.curve_key != entry.certificate.curve_key
         if is_new and entry.role != "observer":
             self.sent_bytes.start_process(entry.peer, entry.certificate.curve_key)
-        record(MemberJoined(entry=entry, device=device, network=network))
+        invite = claims.id if claims is not None and entry.role != "observer" else ""
+        if claims is not None and invite and invite not in self.access_list.invites:
+            terms = InviteTerms(id=invite, role=claims.role, uses=claims.uses, expires_s=claims.expires_s)
+            record(InviteMade(terms=terms, at_s=self._log.unix_s))
+        record(MemberJoined(entry=entry, device=device, network=network, invite=invite, at_s=self._log.unix_s))
 
     def _refuse_after_end(self, role: Role) -> None:
         if self._scope.has_ended and role != "observer":
@@ -184,6 +257,24 @@ class Admission:
         if self._scope.membership.members[peer].alive:
             self._scope.record(MemberLost(peer=peer, reason=reason, trouble=trouble))
 
+    def kick(self, peer: str, note: str) -> None:
+        """Remove a live member at once, whose process may not come back."""
+        member = self._scope.membership.members[peer]
+        key, at_s = member.entry.certificate.curve_key, self._log.unix_s
+        self._scope.record(MemberKicked(peer=peer, curve_key=key, note=note, at_s=at_s))
+        self._scope.record(MemberLost(peer=peer, reason=KICKED))
+
+    def ban(self, peer: str, network: str, note: str) -> list[str]:
+        """Ban an identity, and a network if one is named; returns the members that were removed."""
+        self._scope.record(PeerBanned(peer=peer, network=network, note=note, at_s=self._log.unix_s))
+        removed = []
+        for other, member in list(self._scope.membership.members.items()):
+            if member.alive and (other == peer or (network and member.network == network)):
+                self._scope.record(ProcessBanned(curve_key=member.entry.certificate.curve_key))
+                self._scope.record(MemberLost(peer=other, reason=BANNED))
+                removed.append(other)
+        return removed
+
     def lose_silent(self, now_s: float) -> None:
         """Lose members that have not been heard for too long."""
         for peer in self._scope.membership.silent(now_s, self._deadlines.dead_s):
@@ -204,7 +295,9 @@ class Admission:
                     self._scope.record(MemberLost(peer=peer, reason="idle"))
 
     def require_member(self, curve_key: bytes) -> str:
-        """Return the live member that holds this key. Raises ``NotAdmitted``; ``Superseded`` for a replaced process."""
+        """Return the live member that holds this key.
+
+        Raises ``NotAdmitted``; ``Superseded`` for a replaced process, ``Removed`` for that of a removed member."""
         self.refuse_replaced(curve_key)
         peer = self._scope.membership.holder(curve_key)
         if peer is None:
@@ -212,6 +305,8 @@ class Admission:
         return peer
 
     def refuse_replaced(self, curve_key: bytes) -> None:
-        """Raises ``Superseded``, or two processes of one identity would replace each other for ever."""
+        """Raises ``Removed`` for the process of a removed member, which would come back by itself, and ``Superseded``,
+        or two processes of one identity would replace each other for ever."""
+        self.access_list.refuse_removed(curve_key)
         if curve_key in self._scope.membership.replaced:
             raise Superseded

@@ -50,6 +50,8 @@ class Barrier:
         phases = {scope.round.phase for scope in self.scopes}
         if phases == {"ended"}:
             return False
+        for scope in self.scopes:
+            scope.agree(now_s)  # who decided may have left
         if self._roll_back(now_s):
             return True
         if "averaging" in phases:
@@ -112,6 +114,8 @@ class Barrier:
             return self._reopen()
         if not all(scope.is_gathered(now_s) for scope in self.scopes):
             return False
+        if not all(scope.agree(now_s) for scope in self.scopes):
+            return self._reopen() if any(scope.cannot_agree(now_s) for scope in self.scopes) else False
         both = [(scope, scope.proposal()) for scope in self.scopes]
         short = [(scope, proposal) for scope, proposal in both if scope.lacks_samples(proposal)]
         for scope, proposal in short:

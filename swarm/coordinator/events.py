@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgpack
 from pydantic import Field
 
 from shoal.swarm.errors import StorageError
+from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
-from shoal.swarm.protocol.rounds import RoundPlan, Verdict
+from shoal.swarm.protocol.rounds import RoundPlan, StateAgreement, Verdict
 from shoal.swarm.protocol.types import (
     Capability,
     Count,
     DeviceInfo,
     Digest,
+    InviteId,
+    InviteTerms,
     Key,
     LayerSize,
     Loss,
+    Note,
     PeerId,
     Phase,
     Rate,
@@ -45,18 +49,20 @@ class ModelDescribed(JournalEvent):
 
 
 class StateAgreed(JournalEvent):
-    """Digest of the anchor and the outer state of one anchor version."""
+    """Digest of the anchor and the outer state of one anchor version, signed by the host."""
 
-    anchor_version: Count
-    digest: Digest
+    agreement: StateAgreement
 
 
 class MemberJoined(JournalEvent):
-    """A member joined, for the first time or again. ``network``: of its address (``addresses.network_of``)."""
+    """A member joined, for the first time or again. ``network``: of its address (``addresses.network_of``); ``invite``:
+    the id of the invite that let it in, empty where it needed none."""
 
     entry: RosterEntry
     device: DeviceInfo
     network: Network = ""
+    invite: InviteId | Literal[""] = ""
+    at_s: UnixTime = 0.0
 
 
 KEPT_SAMPLES = "kept samples from the others"
@@ -72,12 +78,13 @@ class MemberLost(JournalEvent):
 
 
 class LeaseGranted(JournalEvent):
-    """Samples were leased to a peer. ``round`` and ``tokens_done`` are those of its request: an equal request is a
-    repetition by a peer that did not get the answer."""
+    """Samples were leased to a peer. ``round``, ``tokens_done`` and ``undone`` are those of its request: an equal
+    request is a repetition by a peer that did not get the answer. ``undone``: as far as the peer held these samples."""
 
     peer: PeerId
     round: Count
     tokens_done: Count
+    undone: tuple[SampleRange, ...] = ()
     ranges: tuple[SampleRange, ...]
 
 
@@ -169,6 +176,92 @@ class EpochsCovered(JournalEvent):
     undone: Count
 
 
+# Who may join -----------------------------------------------------------------------------------------------
+
+
+class InviteMade(JournalEvent):
+    """The host made an invite, or the first peer joined by one that the journal did not know."""
+
+    terms: InviteTerms
+    at_s: UnixTime
+
+
+class InviteRevoked(JournalEvent):
+    """Nobody new may join by this invite."""
+
+    id: InviteId
+    at_s: UnixTime
+
+
+class MemberKicked(JournalEvent):
+    """The host removed a member, whose process may not go on; another one may join again."""
+
+    peer: PeerId
+    curve_key: Key
+    note: Note = ""
+    at_s: UnixTime
+
+
+class PeerBanned(JournalEvent):
+    """This identity may not join, nor anybody from ``network``, if one is named."""
+
+    peer: PeerId
+    network: Network = ""
+    note: Note = ""
+    at_s: UnixTime
+
+
+class PeerAllowed(JournalEvent):
+    """The ban of this identity, and of the network named with it, is lifted, and it is on the host's list."""
+
+    peer: PeerId
+    at_s: UnixTime
+
+
+class ProcessBanned(JournalEvent):
+    """The process with this CURVE key was a member's that the host has banned."""
+
+    curve_key: Key
+
+
+class AccessRecorded(JournalEvent):
+    """Record for the run's trail of access, in the transaction of the event that it is of. Changes no state."""
+
+    record: AccessRecord
+
+
+AccessEvent = InviteMade | InviteRevoked | MemberKicked | PeerBanned | PeerAllowed | ProcessBanned
+
+
+class RemovedKept(Record):
+    """Process of a removed member in a snapshot."""
+
+    curve_key: Key
+    is_banned: bool
+
+
+class InviteKept(Record):
+    """State of an invite in a snapshot (``access_list.InviteUse``)."""
+
+    terms: InviteTerms
+    made_s: UnixTime
+    is_revoked: bool
+    joined: Count
+    users: tuple[PeerId, ...]
+
+
+class AccessKept(Record):
+    """State of ``access_list.AccessList`` in a snapshot."""
+
+    invites: tuple[InviteKept, ...] = ()
+    bans: tuple[PeerBanned, ...] = ()
+    allowed: tuple[PeerId, ...] = ()
+    removed: tuple[RemovedKept, ...] = ()
+
+
+# Snapshots --------------------------------------------------------------------------------------------------
+
+
 class MemberKept(Record):
     """State of one member in a snapshot."""
 
@@ -194,6 +287,8 @@ class MemberKept(Record):
     left: Text = ""
     trouble: Trouble = ""
     network: Network = ""
+    invite: InviteId | Literal[""] = ""
+    joined_s: UnixTime = 0.0
 
 
 class RunSnapshot(JournalEvent):
@@ -204,7 +299,8 @@ class RunSnapshot(JournalEvent):
     each member; ``history``: the committed rounds behind the anchor, packed (``rollback.History``), as one record for
     each would hold up the event loop for seconds in a long run; ``lost_again``, ``undone_again``: samples to be trained
     on again (``lease_ledger.RetrainedSamples``); ``setback``: rollbacks since the run diverged
-    (``divergence.Setback``); ``accusations``: those in force."""
+    (``divergence.Setback``); ``accusations``: those in force; ``agreement``: on ``agreed_digest``; ``took_part``:
+    members of the committed plan that made this version, who decide on its digest."""
 
     epoch: Count
     round: Count
@@ -212,6 +308,8 @@ class RunSnapshot(JournalEvent):
     model: PeerToCoordinatorDescribeModel | None
     anchor_version: Count
     agreed_digest: Digest | None
+    agreement: StateAgreement | None
+    took_part: tuple[PeerId, ...]
     chain: Digest
     verdict: Verdict | None
     rounds_aborted: Count
@@ -231,6 +329,7 @@ class RunSnapshot(JournalEvent):
     undone_again: tuple[SampleRange, ...]
     accusations: tuple[Accusation, ...]
     setback: tuple[Count, Count, Count] = (0, 0, 0)
+    access: AccessKept = AccessKept()
 
 
 # Of a pipeline ----------------------------------------------------------------------------------------------
@@ -330,6 +429,7 @@ class PipelineSnapshot(JournalEvent):
     in_flight: dict[str, tuple[SampleRange, ...]]
     finished: dict[str, Count] = Field(default_factory=dict)
     stages: tuple[RunSnapshot, ...]
+    access: AccessKept = AccessKept()
 
     @property
     def round(self) -> int:

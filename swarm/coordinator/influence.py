@@ -45,7 +45,8 @@ _LOSS_RISE = 2.0
 
 
 def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], members: Mapping[str, Member]) -> RoundPlan:
-    """Return the plan with its ``rho`` and, if the run bounds norms (``averaging.robust``), each member's factor."""
+    """Return the plan with its ``rho``, its kind of mean (``averaging.robust``), and each member's factor if the run
+    bounds norms."""
     power = power_of(run)
     carrying = [
         one.model_copy(
@@ -57,9 +58,13 @@ def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], membe
         for one in plan.members
     ]
     rho = next_rho(past, level_of(carrying, counting(members, (one.peer for one in carrying)), power))
-    if run.averaging.robust == "norm":
+    robust = run.averaging.robust
+    if robust != "none":
         carrying = [one.model_copy(update={"factor": factor_of(one, rho, power)}) for one in carrying]
-    return plan.model_copy(update={"members": tuple(carrying), "rho": rho})
+    if robust == "clip":
+        carrying = [one.model_copy(update={"usual_norm": norm_bound(one, 1.0, power) / SLACK}) for one in carrying]
+    mean = robust if robust in ("clip", "trimmed") else "weighted"
+    return plan.model_copy(update={"members": tuple(carrying), "rho": rho, "mean": mean})
 
 
 def power_of(run: RunFile) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shoal.swarm.coordinator.events import JournalEvent, PipelineSnapshot, RunSnapshot, VerdictGiven
+from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.protocol.messages import CoordinatorToPeerVerdicts
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.types import MAX_VERDICTS
@@ -52,6 +53,13 @@ class Journal(VerdictSource, Protocol):
     def read(self, from_index: int) -> list[JournalEvent]:
         """Read the events of all transactions from ``from_index`` on, oldest first. Where some of these were compacted
         away, the first event is the snapshot that stands for them and for all transactions before them."""
+
+    @property
+    def access_count(self) -> int:
+        """Number of access records (``AccessRecorded``) that were ever appended."""
+
+    def access_records(self, first: int, limit: int) -> list[AccessRecord]:
+        """Read at most ``limit`` access records from number ``first`` on. They outlive every compaction."""
 
     @property
     def wants_snapshot(self) -> bool:

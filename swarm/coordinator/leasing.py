@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shoal.swarm.coordinator.events import LeaseGranted
 from shoal.swarm.coordinator.trust import LeaseClock, newcomers_tokens, pace_limit
 from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease
-from shoal.swarm.sample_ranges import Ranges, count, from_wire, to_wire
+from shoal.swarm.sample_ranges import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.round_scope import RoundScope
@@ -30,12 +30,14 @@ class Leasing:
         """Grant samples to a peer; none when the round has all it needs or has been closed.
 
         With ``overlap``, a peer that has offered its contribution to a closing round gets samples for the next one.
-        A repeated request gets the same answer: the first one was lost, with the connection or the coordinator."""
+        A repeated request gets the same answer: the first one was lost, with the connection or the coordinator. Samples
+        that the peer has not done yet tell a further request from a repeated one; only those that it holds count."""
         scope = self._scope
         scope.hear(peer, now_s)
         member = scope.membership.members[peer]
-        before = self.answered.get(peer)
-        if before is not None and (before.round, before.tokens_done) == (ask.round, ask.tokens_done):
+        before, undone = self.answered.get(peer), self._undone(peer, ask)
+        key = (ask.round, ask.tokens_done, undone)
+        if before is not None and (before.round, before.tokens_done, from_wire(before.undone)) == key:
             ranges = from_wire(before.ranges)
             if scope.leases.holds(peer, ranges):
                 return ranges
@@ -56,8 +58,16 @@ class Leasing:
             member.progress_s = now_s  # it would work if it were let
             return []
         ranges = scope.leases.choose(samples)
-        scope.record(LeaseGranted(peer=peer, round=ask.round, tokens_done=ask.tokens_done, ranges=to_wire(ranges)))
+        done = ask.tokens_done
+        scope.record(
+            LeaseGranted(peer=peer, round=ask.round, tokens_done=done, undone=to_wire(undone), ranges=to_wire(ranges))
+        )
         return ranges
+
+    def _undone(self, peer: str, ask: PeerToCoordinatorRequestLease) -> Ranges:
+        """Return the samples that a peer has not done yet, by its own word, among those that it holds."""
+        told = from_wire(ask.undone)
+        return overlap(merge(told), self._scope.leases.held.get(peer, [])) if is_tidy(told) else []
 
     def lose(self, peer: str) -> None:
         self.answered.pop(peer, None)

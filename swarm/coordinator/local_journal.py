@@ -1,4 +1,4 @@
-"""Journal in a folder of this machine: two files of checked records, and a copy of both in another folder."""
+"""Journal in a folder of this machine: three files of checked records, and a copy of all in another folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from shoal.swarm import durable
 from shoal.swarm.coordinator.events import (
+    AccessRecorded,
     CoordinatorStarted,
     InScope,
     JournalEvent,
@@ -28,13 +29,14 @@ from shoal.swarm.coordinator.events import (
 from shoal.swarm.coordinator.journal import EPOCH_STEP
 from shoal.swarm.coordinator.record_log import NO_CHECK, RESTORE, RecordFile, free_name, pack_file
 from shoal.swarm.errors import RunFileError, StorageError
+from shoal.swarm.protocol.access_records import AccessRecord
 
 log = logging.getLogger(__name__)
 
 
 # Reading ----------------------------------------------------------------------------------------------------
 
-JOURNAL, VERDICTS = "journal.records", "verdicts.records"
+JOURNAL, VERDICTS, ACCESS = "journal.records", "verdicts.records", "access.records"
 EVENTS, VERDICT, SNAPSHOT = 1, 2, 3
 """Kinds of records: a transaction without verdicts, one with a round's verdicts, and the snapshot at the beginning of a
 compacted journal."""
@@ -43,12 +45,14 @@ _PAGE = 256
 
 
 class JournalFiles:
-    """Both files of a run's folder, open. May be read from any thread; all methods raise ``StorageError``.
+    """The files of a run's folder, open. May be read from any thread; all methods raise ``StorageError``.
 
     Fields of the journal's head: ``run_hash``, ``run_toml``; ``first``, the number of transactions that were compacted
     away, and ``previous``, the check of the last of them; ``archived``, the number of rounds whose verdicts are in the
     verdicts' file when this journal begins, and ``archive_check``, the check of the last of these. The head of the
-    verdicts' file has ``run_hash``; its record i holds the verdicts of round i."""
+    verdicts' file has ``run_hash``; its record i holds the verdicts of round i. ``access``: the file of access records,
+    one a record, None until there is one; ``recorded`` in the journal's head: how many it had at the last compaction.
+    A transaction's access records are in the journal before they are in that file."""
 
     def __init__(self, folder: Path, *, writable: bool = False, live: bool = False) -> None:
         """``live``: a coordinator may be writing to the files; what it adds meanwhile is left out."""
@@ -62,7 +66,11 @@ class JournalFiles:
         except StorageError:
             self.journal.close()
             raise
+        self.access: RecordFile | None = None
         try:
+            recorded = _number(self.journal, "recorded")
+            if recorded or (folder / ACCESS).exists():
+                self.access = RecordFile(folder / ACCESS, "access", writable=writable, least=recorded)
             self._check_together(live)
         except StorageError:
             self.close()
@@ -151,9 +159,43 @@ class JournalFiles:
             return bytes(self.journal.head["previous"])
         return self.journal.check_after(transactions - self.compacted + bool(self.compacted))
 
+    @property
+    def access_count(self) -> int:
+        """Number of access records."""
+        return len(self.access.offsets) if self.access is not None else 0
+
+    def access_records(self, first: int = 0, limit: int | None = None) -> list[AccessRecord]:
+        """As ``Journal.access_records``; all of them for ``limit`` None."""
+        with self.lock:
+            stop = self.access_count if limit is None else min(self.access_count, first + limit)
+            return [self._access_record(number) for number in range(first, stop)]
+
+    def _access_record(self, number: int) -> AccessRecord:
+        assert self.access is not None
+        try:
+            return AccessRecord.model_validate(msgpack.unpackb(self.access.read(number), use_list=False))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise StorageError(f"{self.access.path}: record {number} cannot be read: {error}. {RESTORE}") from error
+
+    def keep_access(self, events: Iterable[JournalEvent]) -> None:
+        """Append the access records among events of the journal that their file lacks. Raises ``OSError``."""
+        records = [one.record for one in events if isinstance(one, AccessRecorded)]
+        records = [one for one in records if one.number >= self.access_count]
+        if not records:
+            return
+        path = self.folder / ACCESS
+        if self.access is None:
+            durable.put(path, pack_file("access", {"run_hash": self.run_hash}, []))
+            self.access = RecordFile(path, "access", writable=True)
+        if [one.number for one in records] != list(range(self.access_count, self.access_count + len(records))):
+            raise StorageError(f"{path}: ends after {self.access_count} records, and lacks others. {RESTORE}")
+        self.access.append([(EVENTS, msgpack.packb(one.model_dump())) for one in records])
+
     def close(self) -> None:
         self.journal.close()
         self.archive.close()
+        if self.access is not None:
+            self.access.close()
 
 
 def check_run(files: JournalFiles, run_hash: bytes) -> None:
@@ -246,6 +288,9 @@ class LocalJournal:
                     self._backup.attach(files)
                 files.journal.repair()
                 files.archive.repair()
+                if files.access is not None:
+                    files.access.repair()
+                files.keep_access(files.read())
                 undo.pop_all()
         except OSError as error:
             raise StorageError(f"{self._folder}: the journal cannot be opened: {error}") from error
@@ -269,6 +314,13 @@ class LocalJournal:
     def verdicts(self, first: int = 0, limit: int | None = None, scope: int | None = None) -> list[VerdictGiven]:
         return self.files.verdicts(first, limit, scope)
 
+    @property
+    def access_count(self) -> int:
+        return self.files.access_count
+
+    def access_records(self, first: int, limit: int) -> list[AccessRecord]:
+        return self.files.access_records(first, limit)
+
     def append(self, expected_index: int, events: Sequence[JournalEvent]) -> None:
         files = self.files
         with files.lock:
@@ -281,7 +333,8 @@ class LocalJournal:
                 if expected_index != files.next_index:
                     raise OSError(f"it has {files.next_index} transactions, and {expected_index} were expected")
                 files.journal.append([(kind, payload)])
-            except OSError as error:
+                files.keep_access(events)
+            except (OSError, StorageError) as error:
                 raise self._fail(error) from error
             if kind == VERDICT:
                 files.fresh.append(len(files.journal.offsets) - 1)
@@ -322,6 +375,7 @@ class LocalJournal:
                     "previous": files.journal.check,
                     "archived": files.rounds,
                     "archive_check": files.archive.check,
+                    "recorded": files.access_count,
                 }
                 durable.write_whole(new, pack_file("journal", head, [(SNAPSHOT, pack_events([snapshot])[1])]))
             except (OSError, StorageError) as error:
@@ -369,6 +423,7 @@ def _create(folder: Path, run_hash: bytes, run_toml: str) -> None:
         "previous": NO_CHECK,
         "archived": 0,
         "archive_check": archive.check,
+        "recorded": 0,
     }
     durable.put(journal, pack_file("journal", head, []))
 
@@ -397,6 +452,9 @@ class Backup:
         self._lock: FileLock | None = None
         self._verdicts: _Copy | None = None
         self._journal: _Copy | None = None
+        self._access: _Copy | None = None
+        self._access_bytes: int | None = None
+        """Length of the beginning of the access records that an earlier backup has; None for nothing of use."""
         self._journal_of: RecordFile | None = None
         self._refused: StorageError | None = None
         self._behind = False
@@ -450,6 +508,10 @@ class Backup:
             name, (data, mode) = next(iter(self._others.items()))
             durable.put(self.folder / name, data, mode)
             del self._others[name]
+        if files.access is not None:  # before the journal, whose compaction drops what is in there
+            if self._access is None:
+                self._access = _Copy(self.folder / ACCESS, self._access_bytes)
+            self._access.grow(files.access)
         if self._journal is not None and self._journal_of is files.journal:
             assert self._verdicts is not None
             self._verdicts.grow(files.archive)
@@ -487,6 +549,7 @@ class Backup:
                     f"{files.rounds}, lacks: the latter is an outdated copy. To go on from the backup, give its folder "
                     "as --state; to go on from the outdated copy all the same, give --backup another folder"
                 )
+            self._access_bytes = _common_bytes(files.access, theirs.access)
             if theirs.archive.check == files.archive.check_after(len(theirs.archive.offsets)):
                 self._verdicts = _Copy(theirs.archive.path, theirs.archive.size_bytes)
             if theirs.journal.check_after(0) == files.journal.check_after(0):
@@ -509,16 +572,23 @@ class Backup:
             return None
 
     def _let_go(self) -> None:
-        for copy in (self._journal, self._verdicts):
+        for copy in (self._journal, self._verdicts, self._access):
             if copy is not None:
                 copy.close()
-        self._journal = self._verdicts = self._journal_of = None
+        self._journal = self._verdicts = self._access = self._journal_of = self._access_bytes = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def close(self) -> None:
         self._let_go()
+
+
+def _common_bytes(ours: RecordFile | None, theirs: RecordFile | None) -> int | None:
+    """Return the length of their file if it is the beginning of ours, else None."""
+    if ours is None or theirs is None or len(theirs.offsets) > len(ours.offsets):
+        return None
+    return theirs.size_bytes if theirs.check == ours.check_after(len(theirs.offsets)) else None
 
 
 class _Copy:

@@ -65,9 +65,9 @@ class Member:
     bound; ``worked_version``: the newest version from which work of its was committed; ``suspended_until``: the first
     round that its work counts in again, after the run went back behind rounds that it may have spoilt, ``suspensions``
     times by now; ``diverged``: the state from which it says that its work is of no use. ``left``: why it is not alive
-    any more, and ``trouble``, by its own word, what made it go. ``network``: where it comes from; ``worked_s``: when
-    work of it was committed last, or when it joined; ``progress_s``: when it last said that it had got on with
-    anything."""
+    any more, and ``trouble``, by its own word, what made it go. ``network``: where it comes from; ``invite``: the id of
+    the invite that let its identity in; ``joined_s``: when it joined, in Unix time; ``worked_s``: when work of it was
+    committed last, or when it joined; ``progress_s``: when it last said that it had got on with anything."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -105,6 +105,8 @@ class Member:
     left: str = ""
     trouble: str = ""
     network: str = ""
+    invite: str = ""
+    joined_s: float = 0.0
     worked_s: float = field(init=False)
     progress_s: float = field(init=False)
     kept: tuple[KeptState, ...] = ()
@@ -205,8 +207,9 @@ class Membership:
     def join(self, event: MemberJoined, now_s: float, anchor_version: int) -> None:
         earlier = self.members.get(event.entry.peer)
         member = Member(event.entry, event.device, now_s, joined_version=anchor_version, seen_version=anchor_version)
-        member.network = event.network
+        member.network, member.invite, member.joined_s = event.network, event.invite, event.at_s
         if earlier is not None:
+            member.invite = event.invite or earlier.invite
             member.tokens_committed = earlier.tokens_committed
             member.rounds_committed = earlier.rounds_committed
             member.last_tokens = earlier.last_tokens
@@ -396,11 +399,11 @@ class Membership:
         )
 
     def common_digest(self, anchor_version: int) -> bytes | None:
-        """Return the digest that the witnesses of this version with most of the work report."""
+        """Return the digest that those that hold this version, and have most of the work, report."""
 
         def answer() -> bytes | None:
             holders = self.synced(anchor_version, None)
-            said = {peer: holders[peer].state_digest for peer in witnesses(holders, holders, anchor_version)}
+            said = {peer: holders[peer].state_digest for peer in counting(holders, holders)}
             return weightiest(said, holders)
 
         return self._remember(("digest", anchor_version), answer)
@@ -457,16 +460,6 @@ def counting(members: Mapping[str, Member], peers: Iterable[str]) -> list[str]:
     """Return the peers whose reports decide: those with a record, or all where none of them has one."""
     peers = list(peers)
     return [peer for peer in peers if members[peer].has_record] or peers
-
-
-def witnesses(members: Mapping[str, Member], holders: Iterable[str], anchor_version: int) -> list[str]:
-    """Return the holders of a version whose reports on its digest decide.
-
-    Those that were here when it was made, if any, as a state from a disk may be of an undone round; and of them those
-    with a record, if any, so that newcomers do not outvote them."""
-    holders = list(holders)
-    present = [peer for peer in holders if members[peer].joined_version < anchor_version] or holders
-    return counting(members, present)
 
 
 def work_of(members: Mapping[str, Member]) -> dict[str, int]:

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 from shoal.swarm.errors import CorpusError, ModelMismatch
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
-from shoal.swarm.protocol.pins import PinnedLayer
+from shoal.swarm.protocol.pins import PinnedLayer, frozen_difference
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import TensorSpec
 
 _MAX_ELEMENTS = 2**40
-_EXACT_DTYPES = ("float32", "float64")
-"""Parameters of these types hold every value of a float32 anchor."""
 
 DATA_DIFFERS = (
     "this machine's data differs from the run's: use the same Python version as the others, or ask the host for a run "
@@ -33,7 +31,7 @@ def check_model(
     or ``CorpusError`` that names the first difference."""
     if known is None:
         _check_first(run, model)
-    elif difference := first_difference(known.layout, model.layout):
+    elif difference := (first_difference(known.layout, model.layout) or frozen_difference(known.frozen, model.frozen)):
         raise ModelMismatch(f"this model is not the run's: {difference}")
     else:
         check_same_tokens(known, model)
@@ -63,9 +61,6 @@ def adds_to(known: PeerToCoordinatorDescribeModel | None, model: PeerToCoordinat
 def _check_first(run: RunFile, model: PeerToCoordinatorDescribeModel) -> None:
     if not 0 < model.elements <= _MAX_ELEMENTS:
         raise ModelMismatch(f"a run's model has 1 to {_MAX_ELEMENTS} parameters, this one {model.elements}")
-    inexact = next((spec for spec in model.layout if spec.dtype not in _EXACT_DTYPES), None)
-    if inexact is not None:
-        raise ModelMismatch(f"parameter {inexact.name} is {inexact.dtype}, and a run's anchor is float32")
     difference = run.start.difference(model.layout, whole=run.pipeline is None) if run.start else ""
     if run.start and difference:
         raise ModelMismatch(f"this model is not that of {run.start.source}, where the run starts: {difference}")
@@ -76,8 +71,8 @@ def first_difference(expected: tuple[TensorSpec, ...], found: tuple[TensorSpec, 
     for index, (theirs, ours) in enumerate(zip(expected, found, strict=False)):
         if theirs != ours:
             return (
-                f"parameter {index} is {ours.name} {list(ours.shape)} {ours.dtype} here, "
-                f"{theirs.name} {list(theirs.shape)} {theirs.dtype} in the run"
+                f"parameter {index} is {ours.name} {list(ours.shape)} here, "
+                f"{theirs.name} {list(theirs.shape)} in the run"
             )
     if len(expected) != len(found):
         return f"it has {len(found)} parameters here, {len(expected)} in the run"

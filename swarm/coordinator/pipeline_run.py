@@ -186,6 +186,7 @@ class PipelineRun:
                 if earlier is not None and earlier.entry.certificate.curve_key != entry.certificate.curve_key:
                     self.rests.pop(entry.peer, None)  # a new process may do better
                 self.membership.join(event, self.log.now_s, self.anchor_version)
+                self.admission.access_list.apply(event)
             case ev.MemberLost():
                 self.membership.lose(event)
                 for peer in self.membership.forget_strangers(self._left_traces):
@@ -193,6 +194,10 @@ class PipelineRun:
                 self.capabilities.pop(event.peer, None)
                 if self.spans.pop(event.peer, None) is not None:
                     self.version += 1
+            case _ if isinstance(event, ev.AccessEvent):
+                self.admission.access_list.apply(event)
+            case ev.AccessRecorded():
+                pass  # for people
             case ev.PipelineSnapshot():
                 self._restore(event)
             case _:
@@ -212,6 +217,7 @@ class PipelineRun:
         for number, (first, stop) in enumerate(pairwise(self.boundaries)):
             scope = RoundScope(self.run, self._sign, self.log, number, pinned[first:stop] if pinned else ())
             assert scope.stage is not None
+            scope.admission.access_list = self.admission.access_list
             self.scopes.append(scope)
             self.stages.append(scope.stage)
 
@@ -239,6 +245,7 @@ class PipelineRun:
             in_flight={peer: to_wire(ranges) for peer, ranges in ledger.in_flight.items()},
             finished=dict(ledger.finished),
             stages=tuple(scope.as_snapshot() for scope in self.scopes),
+            access=self.admission.access_list.kept(),
         )
 
     def _restore(self, event: ev.PipelineSnapshot) -> None:
@@ -248,6 +255,7 @@ class PipelineRun:
         self.spans = {one.peer: (one.first, one.last) for one in event.spans}
         self.former = {one.peer: (one.first, one.last) for one in event.former}
         self.moved_s, self.rests = dict(event.moved_s), dict(event.rests)
+        self.admission.access_list.restore(event.access)
         if self.boundaries:
             self._make_stages()
             for scope, kept in zip(self.scopes, event.stages, strict=True):
@@ -402,8 +410,8 @@ class PipelineRun:
         self._is_plan_due = True
 
     def _check_layers(self, peer: str, layers: tuple[LayerSize, ...]) -> None:
-        """Whoever came first has said what the layers are; while nothing is cut, only as long as somebody is here who
-        says so."""
+        """Check a member's layers: against those that the run file pins, else those that the first member has shown,
+        which count until the model is cut only while somebody is here who shows the same. Raises ``ModelMismatch``."""
         pinned = self.run.pins.layers if self.run.pins else None
         if pinned and [4 * layer.elements for layer in pinned] != [layer.parameters_bytes for layer in layers]:
             raise ModelMismatch(
@@ -516,7 +524,7 @@ class PipelineRun:
         return believed(self.capabilities)
 
     def _assign(self, spans: Mapping[str, tuple[int, int] | None]) -> None:
-        """Whoever holds other stages leaves them: what it had claimed there is for others."""
+        """Assign stages to peers, None for none; a peer leaves the stages that it held, and its claims go to others."""
         for peer, span in sorted(spans.items()):
             if span is None:
                 self.record(ev.SpanTaken(peer=peer, at_s=self.log.unix_s))
@@ -674,7 +682,7 @@ def _stages_of(run: PipelineRun) -> tuple[StageStatus, ...]:
             capacity_tokens_per_s=min(capacity, _MOST),
             tokens_in_round=scope.tokens_in_round(),
             queue=run.stages[number].queue(),
-            state_digest=scope.state_digest(),
+            state_digest=scope.agreed_digest,
             outlook=run.say_stage_outlook(number)[:2000],
             is_bottleneck=capacity == least < max(capacities),
         )

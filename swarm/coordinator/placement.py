@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.swarm.memory_account import account_of
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, PlanningProblem, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing, plan_stages, predict_rates, replan
 from shoal.swarm.protocol.run_file import RunFile
@@ -26,6 +27,7 @@ class PipelineViews:
 
     def __init__(self, run: RunFile) -> None:
         self._run = run
+        self._demand = account_of(run).demand()
         self._made: PipelineView | None = None
         self._capabilities: dict[str, Capability] = {}
 
@@ -43,7 +45,7 @@ class PipelineViews:
         assert self._run.pipeline is not None
         costs = [cost_of(one) for one in layers]
         peers, in_flight = believed(self._capabilities), self._run.pipeline.in_flight
-        expected = predict_rates(PlanningProblem(costs, peers, in_flight, self._run.outer.slots), plan)
+        expected = predict_rates(PlanningProblem(costs, peers, in_flight, self._demand), plan)
         return PipelineView(
             boundaries=plan.boundaries,
             spans=tuple(
@@ -73,11 +75,11 @@ def believed(shown: Mapping[str, Capability]) -> list[PeerCapability]:
     return [
         PeerCapability(
             peer,
-            min(one.memory_bytes, _MOST_BYTES),
+            min(one.host_bytes, _MOST_BYTES),
             tuple(map(max, one.layer_s, least_s)),
             min(max(one.bandwidth_bps, 1.0), _FASTEST_BPS),
             one.rtt_s,
-            one.holds_all,
+            None if one.device_bytes is None else min(one.device_bytes, _MOST_BYTES),
         )
         for peer, one in sorted(shown.items())
     ]
@@ -134,7 +136,7 @@ def planner_of(run: RunFile) -> Planner:
     """Return the planner with the settings of a pipeline run."""
     assert run.pipeline is not None
     stages = None if run.pipeline.stages == "auto" else run.pipeline.stages
-    max_in_flight, values = run.pipeline.in_flight, run.outer.slots
+    max_in_flight, demand = run.pipeline.in_flight, account_of(run).demand()
 
     def plan(
         previous: StagePlan | None,
@@ -143,11 +145,9 @@ def planner_of(run: RunFile) -> Planner:
         rebalancing: Rebalancing | None,
     ) -> StagePlan | Infeasible:
         if previous is not None:
-            return replan(
-                previous, layers, peers, max_in_flight=max_in_flight, optimizer_values=values, rebalancing=rebalancing
-            )
+            return replan(previous, layers, peers, max_in_flight=max_in_flight, demand=demand, rebalancing=rebalancing)
         if stages is not None and stages > len(layers):
             return Infeasible(f"the run file asks for {stages} stages, and the model has {len(layers)} layers")
-        return plan_stages(layers, peers, stages=stages, max_in_flight=max_in_flight, optimizer_values=values)
+        return plan_stages(layers, peers, stages=stages, max_in_flight=max_in_flight, demand=demand)
 
     return plan

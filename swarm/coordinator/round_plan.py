@@ -16,11 +16,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
+from typing import Any
 
-from shoal.swarm.coordinator.membership import Member, weightiest, witnesses
+from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.trust import owners
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
-from shoal.swarm.protocol.rounds import MIN_CHUNK_ELEMENTS, Part, PlanMember, RoundPlan
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, leaf_elements
 from shoal.swarm.protocol.types import MAX_STAND_INS
 
 CHUNK_ELEMENTS = 2**20
@@ -54,22 +55,22 @@ class PlanLayout:
 
 def plan_round(
     number: int,
-    anchor_version: int,
+    state: tuple[int, bytes],
     elements: int,
     ready: Mapping[str, PeerToCoordinatorRoundReady],
     members: Mapping[str, Member],
     rules: PlanRules,
 ) -> RoundPlan | None:
-    """Plan a round of all members that have work on the common state; None if no member has any.
+    """Plan a round of all members that have work on the agreed ``state``, (version, digest); None if none has any.
 
     Members are ordered by peer id, which fixes the order of summation.
     """
-    working = {peer: one for peer, one in ready.items() if one.weight_tokens and peer in members}
-    said = {peer: working[peer].state_digest for peer in witnesses(members, working, anchor_version)}
-    digest = weightiest(said, members)
-    if digest is None:
+    anchor_version, digest = state
+    peers = sorted(
+        peer for peer, one in ready.items() if one.weight_tokens and peer in members and one.state_digest == digest
+    )
+    if not peers:
         return None
-    peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)
     bandwidths_bps = [members[peer].bandwidth_bps or None for peer in peers]
     layout = lay_out(
         elements,
@@ -85,7 +86,7 @@ def plan_round(
         state_digest=digest,
         chunk_elements=layout.chunk_elements,
         members=tuple(
-            PlanMember(peer=peer, weight_tokens=ready[peer].weight_tokens, row=row, norms=ready[peer].norms)
+            PlanMember(peer=peer, row=row, **_offered(ready[peer]))
             for peer, row in zip(peers, layout.row_of, strict=True)
         ),
         parts=layout.parts,
@@ -100,11 +101,13 @@ def as_expected(expected: RoundPlan | None, ready: Mapping[str, PeerToCoordinato
         return None
     if any(one.state_digest != expected.state_digest for one in working.values()):
         return None
-    members = [
-        member.model_copy(update={"weight_tokens": ready[member.peer].weight_tokens, "norms": ready[member.peer].norms})
-        for member in expected.members
-    ]
+    members = [member.model_copy(update=_offered(ready[member.peer])) for member in expected.members]
     return expected.model_copy(update={"members": tuple(members)})
+
+
+def _offered(ready: PeerToCoordinatorRoundReady) -> dict[str, Any]:
+    """Return what a plan says of a member's contribution."""
+    return {"weight_tokens": ready.weight_tokens, "norms": ready.norms, "root": ready.root}
 
 
 def lay_out(
@@ -221,8 +224,8 @@ def chunk_elements(elements: int, members: int, slowest_bps: float | None = None
     """Return the elements a chunk: ``most``, or fewer for small models, so that every member gets a few chunks.
 
     Fewer, too, for links that are slow or may be: every owner's last chunk arrives when all other work is done. The
-    number of chunks is about a multiple of the members, so that equal shares stay equal. The result is a multiple of
-    4096, so that the blocks of codecs never straddle two chunks.
+    number of chunks is about a multiple of the members, so that equal shares stay equal. The result is a
+    whole number of leaves, which contributions are encoded by.
     """
     coarse = math.ceil(elements / (members * _FEWEST_A_MEMBER))
     wanted = min(most, coarse)
@@ -233,7 +236,12 @@ def chunk_elements(elements: int, members: int, slowest_bps: float | None = None
         # At a byte an element, as with int8; but never so many chunks that they cost more than the link.
         wanted = min(wanted, CHUNK_ELEMENTS, max(int(slowest_bps * _CHUNK_S / 8), math.ceil(elements / _MOST_CHUNKS)))
     a_member = math.ceil(elements / (members * wanted))
-    return math.ceil(elements / (members * a_member) / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS
+    leaf = leaf_elements(elements)
+    leaves, largest = math.ceil(elements / leaf), math.ceil(elements / (members * a_member) / leaf)
+    largest = min(largest, max(1, most // leaf))
+    # Down to half of it, the size that gives the member with most chunks the fewest leaves.
+    sizes = range(largest, largest // 2, -1)
+    return leaf * min(sizes, key=lambda size: math.ceil(math.ceil(leaves / size) / members) * size)
 
 
 def owner_shares(bandwidths_bps: Sequence[float | None], can_own: Sequence[bool]) -> list[float]:

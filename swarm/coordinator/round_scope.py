@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shoal.swarm.averaging.norm_claims import claim_bytes
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.admission import Admission, Standing
+from shoal.swarm.coordinator.agreement import StateClaims
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.divergence import (
     CombinedClaims,
@@ -78,10 +79,10 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReport,
 )
 from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK, PinnedLayer
-from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
+from shoal.swarm.protocol.rounds import RoundPlan, RunView, StateAgreement, Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import DivergenceWord, TensorSpec
-from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
+from shoal.swarm.protocol.verdict_chain import agreement_bytes, chain_hash, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract, to_wire
 
 Sign = Callable[[bytes], bytes]
@@ -135,6 +136,10 @@ class RoundScope:
         """Number of the model's parameters, as layouts are long."""
         self.anchor_version = 0
         self.agreed_digest: bytes | None = None
+        self.agreement: StateAgreement | None = None
+        self.took_part: frozenset[str] = frozenset()
+        """Members of the plan that made this version, whose reports decide on its digest."""
+        self._claims = StateClaims()
         self.leases = LeaseLedger()
         self.leasing = Leasing(self)
         self.retrained = RetrainedSamples()
@@ -207,13 +212,15 @@ class RoundScope:
                 self.membership.roster_version = max(self.membership.roster_version, self.log.epoch)
             case ev.MemberJoined():
                 self.membership.join(event, self.log.now_s, self.anchor_version)
+                self.admission.access_list.apply(event)
             case ev.ModelDescribed():
                 self.model, self.elements = event.model, event.model.elements
                 if self.anchor_version == 0:
                     self.agreed_digest = self.written_beginning(event.model.layout) or self.agreed_digest
             case ev.StateAgreed():
-                assert event.anchor_version == self.anchor_version
-                self.agreed_digest = event.digest
+                assert event.agreement.anchor_version == self.anchor_version
+                self.agreed_digest, self.agreement = event.agreement.digest, event.agreement
+                self._claims = StateClaims()
             case ev.MemberLost():
                 if event.reason == ev.KEPT_SAMPLES:
                     self._leave_out([event.peer])
@@ -245,7 +252,9 @@ class RoundScope:
                 self._begin_averaging(event)
             case ev.VerdictGiven():
                 self._end_round(event)
-            case ev.LossRose():
+            case _ if isinstance(event, ev.AccessEvent):
+                self.admission.access_list.apply(event)
+            case ev.LossRose() | ev.AccessRecorded():
                 pass  # for people
             case ev.EpochsCovered():
                 self.retrained.forget(event.stop * event.samples)
@@ -283,7 +292,6 @@ class RoundScope:
         peers = [member.peer for member in event.plan.members]
         self.round.moves_left = dict.fromkeys(peers, -(-event.plan.parts[-1].stop // event.plan.chunk_elements))
         self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, event.ranges, strict=True)}
-        self.agreed_digest = event.plan.state_digest
 
     def _end_round(self, event: ev.VerdictGiven) -> None:
         verdict = event.verdict
@@ -366,7 +374,8 @@ class RoundScope:
         plan = verdict.plan
         assert plan is not None
         self.anchor_version = verdict.anchor_version
-        self.agreed_digest = None
+        self._forget_agreement()
+        self.took_part = frozenset(one.peer for one in plan.members)
         self.tokens_committed += verdict.tokens
         self.loss = verdict.loss if verdict.loss is not None else self.loss
         ranges = {one.peer: self.round.ranges[one.peer] for one in plan.members}
@@ -412,7 +421,8 @@ class RoundScope:
             self.membership.members[peer].suspend(verdict.round)
             self.leases.give_back(peer)
         rounds, tokens, ranges = self.history.undo(verdict.anchor_version)
-        self.anchor_version, self.agreed_digest = verdict.anchor_version, to.digest
+        self._forget_agreement()
+        self.anchor_version, self.agreed_digest, self.took_part = verdict.anchor_version, to.digest, frozenset()
         self.tokens_committed -= tokens
         assert self.tokens_committed == verdict.tokens_total
         self.rounds_undone += rounds
@@ -421,6 +431,10 @@ class RoundScope:
         self.retrained.undo(ranges)
         self.leasing.answered.clear()
         self.membership.go_back(self.anchor_version)
+
+    def _forget_agreement(self) -> None:
+        self.agreed_digest = self.agreement = None
+        self._claims = StateClaims()
 
     @property
     def rounds_committed(self) -> int:
@@ -448,7 +462,9 @@ class RoundScope:
             divergence=self.word_on_divergence(peer) if member is not None and member.diverged else "",
             verdict=self.verdict if verdict_chain != newest else None,
             verdict_chain=newest,
-            state_digest=self.state_digest(),
+            state_digest=self.agreed_digest,
+            agreement=self.agreement,
+            is_disputed=self.is_disputed,
             tokens_committed=self.tokens_committed,
             tokens_in_round=self.tokens_in_round(),
             members=len(self.membership.trainers()),
@@ -467,7 +483,7 @@ class RoundScope:
         if all(one.diverged is None for one in self.membership.trainers().values()):
             return CombinedClaims()
         return combine_claims(
-            self.trusted_members(), self.history, self.state_digest(), ahead=self.run.averaging.overlap
+            self.trusted_members(), self.history, self.agreed_digest, ahead=self.run.averaging.overlap
         )
 
     def divergence_rollback(self) -> DivergenceRollback | None:
@@ -488,9 +504,10 @@ class RoundScope:
             return "unrecoverable" if self.divergence_rollback() is None else ""
         return "at fault" if peer in combined.at_fault else ""
 
-    def state_digest(self) -> bytes | None:
-        """Return the digest of the current version's state: agreed on, or the one that most of its holders report."""
-        return self.agreed_digest or self.membership.common_digest(self.anchor_version)
+    @property
+    def is_disputed(self) -> bool:
+        """Whether those who decide on the state differ: everybody replays it, and nothing is planned."""
+        return self._claims.is_disputed
 
     def elapsed_s(self, now_s: float) -> float:
         """Return how long the run has lasted, without the time that the coordinator was away."""
@@ -500,9 +517,13 @@ class RoundScope:
         """Whether a member holds another state than this version's, or a version that was undone."""
         version = member.anchor_version
         other = self.agreed_digest is not None and member.state_digest not in (None, self.agreed_digest)
+        other = other or self.is_disputed
         return version is not None and (version > self.anchor_version or (version == self.anchor_version and other))
 
     def synced(self) -> Mapping[str, Member]:
+        """Return the live trainers that hold the newest state; nobody while that is disputed."""
+        if self.is_disputed:
+            return {}
         return self.membership.synced(self.anchor_version, self.agreed_digest)
 
     def working(self) -> Mapping[str, Member]:
@@ -589,6 +610,8 @@ class RoundScope:
             model=self.model,
             anchor_version=self.anchor_version,
             agreed_digest=self.agreed_digest,
+            agreement=self.agreement,
+            took_part=tuple(sorted(self.took_part)),
             chain=self.chain,
             verdict=self.verdict,
             rounds_aborted=self.rounds_aborted,
@@ -608,6 +631,7 @@ class RoundScope:
             undone_again=to_wire(self.retrained.undone),
             setback=(self.setback.bad_version, self.setback.returns, self.setback.fruitless),
             accusations=self.accusations.kept(),
+            access=self.admission.access_list.kept() if self.stage is None else ev.AccessKept(),
         )
 
     def _restore(self, snapshot: ev.RunSnapshot) -> None:
@@ -615,6 +639,7 @@ class RoundScope:
         self.round = Round(snapshot.round, snapshot.phase, opened_s=self.log.now_s)
         self.model, self.elements = snapshot.model, snapshot.model.elements if snapshot.model else 0
         self.anchor_version, self.agreed_digest = snapshot.anchor_version, snapshot.agreed_digest
+        self.agreement, self.took_part = snapshot.agreement, frozenset(snapshot.took_part)
         self.chain, self.verdict, self.loss = snapshot.chain, snapshot.verdict, snapshot.loss
         self.rounds_aborted, self.rounds_undone = snapshot.rounds_aborted, snapshot.rounds_undone
         self.tokens_committed, self.tokens_undone = snapshot.tokens_committed, snapshot.tokens_undone
@@ -627,6 +652,8 @@ class RoundScope:
         self.retrained = RetrainedSamples(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
         self.setback = Setback(*snapshot.setback)
         self.accusations = Accusations({(one.by, one.of): one.round for one in snapshot.accusations})
+        if self.stage is None:
+            self.admission.access_list.restore(snapshot.access)
 
     # Requests of members -----------------------------------------------------------------------------------
 
@@ -671,6 +698,8 @@ class RoundScope:
         member = self.membership.members[peer]
         if moved or (member.anchor_version is None and member.bytes_received > received_before):
             self._outage.saw_progress(now_s, member, self.history)
+        if member.is_trainer:
+            self._claim(peer, heartbeat.anchor_version, heartbeat.state_digest)
         if self.anchor_version == 0 and not self.is_beginning_written:
             self._agree_on_beginning()
         if self.round.phase == "waiting" and self.synced():
@@ -683,7 +712,37 @@ class RoundScope:
         if self.agreed_digest is None or not (self.synced() or self.unheard()):
             digest = self.membership.common_digest(0)
             if digest is not None:
-                self.record(ev.StateAgreed(anchor_version=0, digest=digest))
+                self._sign_agreement(digest)
+
+    def _claim(self, peer: str, version: int | None, digest: bytes | None) -> None:
+        """Note which state a member reports, and agree on it if that is clear now."""
+        if self.agreed_digest is None and version == self.anchor_version and digest is not None:
+            self._claims.said[peer] = digest
+            self.agree(self.log.now_s)
+
+    def agree(self, now_s: float) -> bool:
+        """Agree on this version's state if it is clear. Returns whether it is agreed."""
+        if self.agreed_digest is None and self.anchor_version and not self.has_ended:
+            was_disputed, overdue = self.is_disputed, self._is_overdue(now_s)
+            trainers = self.membership.trainers()
+            digest = self._claims.agreed(trainers, self.took_part, self.anchor_version, overdue=overdue)
+            if digest is not None:
+                self._sign_agreement(digest)
+            if self.is_disputed != was_disputed:
+                self.log.announcements += 1
+        return self.agreed_digest is not None
+
+    def cannot_agree(self, now_s: float) -> bool:
+        """Whether the round goes back to training, as no agreement on the state comes from waiting."""
+        return self.is_disputed or self._is_overdue(now_s)
+
+    def _is_overdue(self, now_s: float) -> bool:
+        return self.round.phase == "closing" and now_s >= self.round.closes_s + self.deadlines.ready_s
+
+    def _sign_agreement(self, digest: bytes) -> None:
+        signature = self._sign(agreement_bytes(self.anchor_version, digest, self.chain))
+        made = StateAgreement(anchor_version=self.anchor_version, digest=digest, chain=self.chain, signature=signature)
+        self.record(ev.StateAgreed(agreement=made))
 
     def ready(self, peer: str, ready: PeerToCoordinatorRoundReady, now_s: float) -> None:
         """Note a contribution that waits for the plan. Raises ``StaleWork`` if its samples are not this peer's."""
@@ -702,6 +761,7 @@ class RoundScope:
             raise WireError("the weight of a contribution must be the tokens of its samples")
         if ready.norms and len(ready.norms) != claim_bytes(self.elements):
             raise WireError("a contribution's norms must be one for each range of the model")
+        self._claim(peer, ready.anchor_version, ready.state_digest)
         member.tokens_done = ready.weight_tokens
         before = self.round.ready.get(peer)
         if before is None:
@@ -752,12 +812,12 @@ class RoundScope:
             tokens_in_round=self.tokens_in_round(),
             loss=self.loss,
             chain=self.chain,
-            state_digest=self.state_digest(),
+            state_digest=self.agreed_digest,
             elapsed_s=self.elapsed_s(now_s),
             outlook=self.say_outlook(),
             warning=warning_of(self.history),
             coverage=coverage_of(self.leases, samples) if samples else (),
-            members=self.membership.status(self.anchor_version, self.state_digest(), self.round.number),
+            members=self.membership.status(self.anchor_version, self.agreed_digest, self.round.number),
         )
 
     def excuse(self, stood_s: float) -> None:
@@ -821,6 +881,8 @@ class RoundScope:
         """Say for whom the run waits while nobody holds its newest state, else empty."""
         if not self._is_without_state() or self.has_ended:
             return ""
+        if self.is_disputed:
+            return f"the state of version {self.anchor_version} is disputed: its members replay it"
         if not self.anchor_version:
             return self.run.start.outlook if self.run.start is not None else FIRST_STATE_OUTLOOK
         return say_outlook(self.anchor_version, self.agreed_digest, self._outlook, self.membership.members)
@@ -900,7 +962,9 @@ class RoundScope:
         self._measure()
         number, trainers, run = self.round.number, self.membership.trainers(), self.run
         rules = PlanRules(run.averaging.group_size, run.run.seed, run.max_chunk_values)
-        plan = plan_round(number, self.anchor_version, self.elements, ready, trainers, rules)
+        assert self.agreed_digest is not None, "agreed before anything is planned"
+        state = (self.anchor_version, self.agreed_digest)
+        plan = plan_round(number, state, self.elements, ready, trainers, rules)
         return self.accusations.into(plan) if plan else None
 
     def _measure(self) -> None:
@@ -923,7 +987,7 @@ class RoundScope:
 
         Only for a flat group, as the plan of a grid is large, and not for an exact batch, as nobody knows ahead when
         that is complete."""
-        if self.goal().exact:
+        if self.goal().exact or self.agreed_digest is None:
             return
         ready = {
             peer: PeerToCoordinatorRoundReady(
@@ -1000,6 +1064,7 @@ class RoundScope:
             ended_s=round(self.log.unix_s, 3),
             sent_bytes=self.admission.sent_bytes.take(),
             run_hash=self.run.hash,
+            stage=self.stage.number if self.stage is not None else None,
             previous_chain=self.chain,
             chain=bytes(32),
             signature=b"",
@@ -1036,6 +1101,8 @@ class RoundScope:
         chain = chain_hash(unsigned.verdict)
         signed = unsigned.verdict.model_copy(update={"chain": chain, "signature": self._sign(signed_bytes(chain))})
         self.end_round(unsigned.model_copy(update={"verdict": signed}))
+        if unsigned.went_back is not None:
+            self._sign_agreement(unsigned.went_back.digest)
 
     def end_round(self, event: ev.VerdictGiven) -> None:
         covered, before = self._covered(), len(self.history.rounds)

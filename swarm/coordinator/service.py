@@ -10,8 +10,10 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.aio import in_thread, task_scope
+from shoal.swarm.coordinator.access_trail import AccessTrail
 from shoal.swarm.coordinator.events import JournalEvent, verdicts_in
 from shoal.swarm.coordinator.history_reader import HistoryReader
+from shoal.swarm.coordinator.host_commands import HostCommands, last_record, read_records, replayed
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
@@ -31,6 +33,8 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
+    HostToCoordinatorCommand,
+    ListRecords,
     PeerToCoordinatorClaim,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorDrive,
@@ -98,6 +102,8 @@ class ScopeHandlers:
             PeerToCoordinatorGetStatus: self._status,
             PeerToCoordinatorGetVerdicts: self._history,
         }
+        if not self.scope.number:
+            answers[HostToCoordinatorCommand] = self._host_command
         if self.rounds is None:
             return answers | {PeerToCoordinatorShowCapability: self._capability, PeerToCoordinatorDrive: self._drive}
         answers |= {
@@ -181,7 +187,10 @@ class ScopeHandlers:
         if self.scope.number:
             return await self._join_stage(channel, message)
         network = network_of(channel.remote_host)
-        with self.scope.admission.joining(message.certificate, message.role, network, time.monotonic()) as peer:
+        host_key, token = self.service.identity.public_key, message.token
+        now_s, joiner = time.monotonic(), (message.certificate, message.role, network)
+        admission = self.scope.admission
+        with admission.counted_refusals(), admission.joining(*joiner, now_s, token, host_key) as peer:
             entry = RosterEntry(
                 peer=peer,
                 certificate=message.certificate,
@@ -194,7 +203,7 @@ class ScopeHandlers:
             self.scope.admission.refuse_replaced(channel.remote_key)
             await self._retire_earlier(peer, channel.remote_key)
             async with self.service.lock:
-                self.scope.admission.join(entry, message.device, time.monotonic(), network)
+                self.scope.admission.join(entry, message.device, time.monotonic(), network, token)
                 return await self._accepted(entry, channel)
 
     async def _join_stage(self, channel: Channel, message: PeerToCoordinatorJoinRun) -> Message:
@@ -280,6 +289,19 @@ class ScopeHandlers:
         peer = self.scope.admission.require_member(channel.remote_key)
         is_guest = self.scope.membership.is_observer(peer)
         return await self.service.history.page(peer, message.first, self.scope.number or None, is_guest=is_guest)
+
+    async def _host_command(self, channel: Channel, message: Message) -> Message:
+        """Carry out a command of the host; what it changes is journaled before the answer."""
+        assert isinstance(message, HostToCoordinatorCommand)
+        commands = self.service.host_commands
+        commands.check_proof(message.proof, channel.remote_key)
+        if isinstance(message.command, ListRecords):  # what is in the journal never changes
+            return await in_thread(read_records, self.service.journal, message.command.first)
+        async with self.service.lock:
+            answer = commands.answer(message.command)
+            self._tick_if(True)
+            await self.service.flush()
+        return answer
 
     # Rounds -------------------------------------------------------------------------------------------------
 
@@ -400,14 +422,14 @@ class CoordinatorService:
         self._announced = -1
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers: list[Callable[[JournalEvent], None]] = []
-        kind = PlainRun if run.pipeline is None else PipelineRun
-        self.run: PlainRun | PipelineRun = kind(run, identity.sign, time.monotonic(), epoch)
+        self.run = replayed(run, identity.sign, journal, time.monotonic(), epoch)
         self.scope: RoundScope | PipelineRun = self.run.scope if isinstance(self.run, PlainRun) else self.run
         """The run's own scope, number 0."""
+        self.host_commands = HostCommands(self.scope, identity)
         self.handlers = [ScopeHandlers(self, self.scope)]
         """By scope."""
-        self.run.log.replay(self.scope, journal.read(0), time.monotonic())
         self._next_index = journal.next_index
+        self._trail = AccessTrail(run.hash, identity.sign, last_record(journal))
         self.run.log.start(self.scope)
         node.control.guard.is_member = lambda key: self.scope.membership.holder(key) is not None
         self._set_clock()
@@ -445,6 +467,13 @@ class CoordinatorService:
                     for task in loops:
                         task.cancel()
 
+    async def printed_token(self) -> bytes:
+        """The token of the invite that the host prints; empty for an open run. Raises as ``flush``."""
+        async with self.lock:
+            token = self.host_commands.printed_token()
+            await self.flush()
+            return token
+
     async def wait(self, stop: asyncio.Event) -> None:
         """Until ``stop`` is set; raises ``StorageError`` when the journal cannot be written any more."""
         self._broken.add_done_callback(lambda _: stop.set())
@@ -465,6 +494,7 @@ class CoordinatorService:
         if self._broken.done():  # events were lost with it: what the machine says now may not be in the journal
             raise DeadlineExceeded(_STOPS)
         events = self.run.log.take()
+        events += self._trail.records(events, self.scope.admission.refusals, self.run.log.unix_s)
         if events:
             index, self._next_index = self._next_index, self._next_index + 1
             try:

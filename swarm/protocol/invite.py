@@ -1,6 +1,7 @@
-"""The invite: a URL with the coordinator's addresses, its key and the run file's hash; refused here if malformed.
+"""The invite: a URL with the coordinator's addresses, its key, the run file's hash and a token.
 
-A well-formed invite with another run, hash or key is refused by ``fetch_run`` (``client/coordinator_client.py``).
+Malformed ones are refused here. A well-formed invite with another run, hash or key is refused by ``fetch_run``
+(``client/coordinator_client.py``), a wrong token by the coordinator (``invite_token.py``).
 
 The hash has its full 256 bits. By pasting an invite a person agrees to every byte of the run file, and the coordinator
 cannot serve a different one later.
@@ -13,15 +14,18 @@ import binascii
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
 
 from shoal.swarm.errors import InviteError
 from shoal.swarm.protocol.addresses import split_host_port
+from shoal.swarm.protocol.invite_token import TOKEN_BYTES
 from shoal.swarm.protocol.types import MAX_ADDRESSES, Address
 
 _EXPECTED = "expected shoal://HOST:PORT/RUN?key=…&run=… (or HOST:PORT,HOST:PORT/RUN)"
 _HOST = re.compile(r"[a-z0-9]([a-z0-9._-]{0,253}[a-z0-9])?\.?")
+_MAX_FILE_BYTES = 4096
 _RUN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
@@ -30,16 +34,26 @@ class Invite:
     """An invite to a run.
 
     ``addresses``: of the coordinator now or in future, the likeliest first. ``key``: its CURVE public key, 32 bytes,
-    the same at all addresses. ``run_hash``: the hash of the run file, 32 bytes."""
+    the same at all addresses. ``run_hash``: the hash of the run file, 32 bytes. ``token``: what lets its holder in
+    (``invite_token.py``), a secret; empty where the run needs none."""
 
     addresses: tuple[Address, ...]
     run: str
     key: bytes
     run_hash: bytes
+    token: bytes = field(default=b"", repr=False)
 
     def __str__(self) -> str:
         where = ",".join(map(str, self.addresses))
-        return f"shoal://{where}/{quote(self.run)}?key={_encode(self.key)}&run={_encode(self.run_hash)}"
+        token = f"&t={_encode(self.token)}" if self.token else ""
+        return f"shoal://{where}/{quote(self.run)}?key={_encode(self.key)}&run={_encode(self.run_hash)}{token}"
+
+    @classmethod
+    def read(cls, text: str) -> Invite:
+        """Parse an invite that is given as a URL, or as a file that holds one: ``@FILE`` or its path.
+
+        Raises ``InviteError``, which never repeats a token."""
+        return cls.parse(invite_text(text))
 
     @classmethod
     def parse(cls, url: str) -> Invite:
@@ -54,12 +68,29 @@ class Invite:
         try:
             split = urlsplit(f"/{tail}")
             query = parse_qs(split.query, strict_parsing=bool(split.query))
-        except ValueError as error:
-            raise InviteError(f"not an invite ({error}); {_EXPECTED}") from error
+        except ValueError:
+            # The error names what it does not understand, and that may be the token.
+            raise InviteError(f"not an invite: what follows the run's name is damaged; {_EXPECTED}") from None
         run = split.path.removeprefix("/")
         if not _RUN.fullmatch(run):
             raise InviteError(f"the invite names no run after the port; {_EXPECTED}")
-        return cls(addresses, run, _decode("key", query), _decode("run", query))
+        return cls(addresses, run, _decode("key", query), _decode("run", query), _decode_token(query))
+
+
+def invite_text(text: str) -> str:
+    """The URL itself, or the first line of the file that ``@FILE`` or a path names; other texts stay as they are.
+
+    Raises ``InviteError`` for a file after ``@`` that cannot be read."""
+    named = text.strip()
+    path = Path(named.removeprefix("@")).expanduser()
+    try:
+        if "://" in named or not (named.startswith("@") or path.is_file()):
+            return text
+        with path.open("rb") as file:
+            line = file.read(_MAX_FILE_BYTES).decode(errors="replace").strip().partition("\n")[0].strip()
+    except (OSError, ValueError) as error:
+        raise InviteError(f"{named[:200]}: the file with the invite cannot be read: {error}") from error
+    return line if named.startswith("@") or line.lower().startswith("shoal://") else text
 
 
 def _encode(value: bytes) -> str:
@@ -75,6 +106,18 @@ def _decode(name: str, query: Mapping[str, Sequence[str]]) -> bytes:
         raise InviteError(f"the invite's {name}= is damaged; ask the host to send it again") from error
     if len(value) != 32:
         raise InviteError(f"the invite's {name}= is missing or cut off; copy the whole URL and quote it in the shell")
+    return value
+
+
+def _decode_token(query: Mapping[str, Sequence[str]]) -> bytes:
+    """Decode the token; empty without one. Raises ``InviteError``."""
+    text = query.get("t", [""])[0]
+    try:
+        value = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InviteError("the invite's t= is damaged; ask the host to send it again") from error
+    if len(value) not in (0, TOKEN_BYTES):
+        raise InviteError("the invite's t= is cut off or too long; copy the whole URL and quote it in the shell")
     return value
 
 

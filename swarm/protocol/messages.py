@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.protocol.rounds import RunView, Verdict
 from shoal.swarm.protocol.types import (
     MAX_DELIVERIES,
@@ -21,6 +22,8 @@ from shoal.swarm.protocol.types import (
     MAX_RANGES,
     MAX_STAGES,
     MAX_TENSORS,
+    MAX_TOKEN_BYTES,
+    MAX_UNDONE_RANGES,
     MAX_VERDICTS,
     Blob,
     Capability,
@@ -32,9 +35,14 @@ from shoal.swarm.protocol.types import (
     DeviceInfo,
     Digest,
     Dtype,
+    FrozenParameters,
     Headway,
     Host,
     Index,
+    InviteId,
+    InviteRole,
+    InviteTerms,
+    InviteUses,
     KeptState,
     Key,
     LayerSize,
@@ -43,9 +51,11 @@ from shoal.swarm.protocol.types import (
     MemberStatus,
     Message,
     NormClaim,
+    Note,
     PeerId,
     Phase,
     Rate,
+    Record,
     Role,
     SampleRange,
     Seconds,
@@ -56,7 +66,16 @@ from shoal.swarm.protocol.types import (
     TensorSpec,
     Text,
     Trouble,
+    UnixTime,
 )
+
+Token = Annotated[bytes, Field(max_length=MAX_TOKEN_BYTES, repr=False)]
+"""The secret of an invite, ``invite_token.py``."""
+
+Signature = Annotated[bytes, Field(min_length=64, max_length=64)]
+
+MAX_PAGE = 256
+"""Most entries of an answer to the host; the rest is asked for with another command."""
 
 PROTOCOL_VERSION = 1
 """Incremented whenever a message changes its meaning; both sides must have the same version."""
@@ -74,6 +93,7 @@ class PeerToCoordinatorJoinRun(Message):
     role: Role
     device: DeviceInfo
     addresses: ClaimedAddresses
+    token: Token = b""
 
 
 class PeerToCoordinatorGetRun(Message):
@@ -87,16 +107,18 @@ class PeerToCoordinatorDescribeModel(Message):
 
     Without pins the first description defines the run's model and data, and later ones must agree. ``corpus_digest``
     and ``samples`` (of one epoch) are None before the data is known: an own training loop brings it with its first
-    batch. Nothing else is sent about a machine's data: no names, paths or sizes of files."""
+    batch. ``frozen``: None for a model whose parameters are all trained. Nothing else is sent about a machine's data:
+    no names, paths or sizes of files."""
 
     layout: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS)]
     corpus_digest: Digest | None
     tokens_per_sample: Annotated[int, Field(ge=1, le=2**31)]
     samples: Annotated[int, Field(ge=1, le=2**62)] | None = None
+    frozen: FrozenParameters | None = None
 
     @property
     def elements(self) -> int:
-        """Number of parameters."""
+        """Number of trained parameters."""
         return sum(spec.elements for spec in self.layout)
 
 
@@ -128,17 +150,22 @@ class PeerToCoordinatorHeartbeat(Message):
 
 
 class PeerToCoordinatorRequestLease(Message):
-    """Ask for samples to train on. ``tokens_done`` as in the heartbeat, so that the answer takes it into account."""
+    """Ask for samples to train on. ``tokens_done`` as in the heartbeat, so that the answer takes it into account.
+
+    ``undone``: leased samples that were not trained on yet. A loop that fetches ahead asks for more while it has some;
+    what it has says that it does not repeat a request whose answer was lost."""
 
     round: Count
     samples: Annotated[int, Field(ge=1, le=2**31)]
     tokens_done: Count
+    undone: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_UNDONE_RANGES)] = ()
 
 
 class PeerToCoordinatorRoundReady(Message):
     """Report that local work has stopped and a contribution over these sample ranges is ready to be averaged.
 
-    ``norms``: claimed norms of the contribution, sent before any of it (``averaging/norm_claims.py``)."""
+    ``norms``: claimed norms of the contribution, sent before any of it (``averaging/norm_claims.py``). ``root``: of the
+    tree over its encoded leaves (``averaging/merkle.py``), zeros where there is none."""
 
     round: Count
     anchor_version: Count
@@ -147,6 +174,7 @@ class PeerToCoordinatorRoundReady(Message):
     ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
     loss: Loss | None
     norms: NormClaim = b""
+    root: Digest = bytes(32)
 
 
 class PeerToCoordinatorRoundReport(Message):
@@ -312,6 +340,160 @@ class CoordinatorToPeerStatus(Message):
     stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()
 
 
+# Host to its coordinator --------------------------------------------------------------------------------
+
+
+class CreateInvite(Record):
+    """Make an invite. ``for_s``: seconds for which newcomers may use it, 0 for ever.
+
+    Answer: ``CoordinatorToHostInvite``."""
+
+    kind: Literal["create invite"] = "create invite"
+    role: InviteRole
+    uses: InviteUses = 0
+    for_s: Annotated[int, Field(ge=0, le=2**31)] = 0
+    note: Note = ""
+
+
+class ListInvites(Record):
+    """Ask for the run's invites, without their tokens, from number ``first`` on.
+
+    Answer: ``CoordinatorToHostInvites``."""
+
+    kind: Literal["list invites"] = "list invites"
+    first: Count = 0
+
+
+class RevokeInvite(Record):
+    """Let nobody new in by this invite. Answer: ``Acknowledged``."""
+
+    kind: Literal["revoke invite"] = "revoke invite"
+    id: InviteId
+
+
+class ListMembers(Record):
+    """Ask for the run's members, those that left, and banned and allowed peers, from number ``first`` on.
+
+    Answer: ``CoordinatorToHostMembers``."""
+
+    kind: Literal["list members"] = "list members"
+    first: Count = 0
+
+
+class KickMember(Record):
+    """Remove a member, which may join again. Answer: ``Acknowledged``."""
+
+    kind: Literal["kick member"] = "kick member"
+    peer: PeerId
+    note: Note = ""
+
+
+class BanPeer(Record):
+    """Ban an identity, and with ``network`` the network that it last came from. Answer: ``CoordinatorToHostBanned``."""
+
+    kind: Literal["ban peer"] = "ban peer"
+    peer: PeerId
+    network: bool = False
+    note: Note = ""
+
+
+class AllowPeer(Record):
+    """Lift an identity's ban, and put it on the list of those that may join. Answer: ``Acknowledged``."""
+
+    kind: Literal["allow peer"] = "allow peer"
+    peer: PeerId
+
+
+class ListRecords(Record):
+    """Ask for the run's access records from number ``first`` on. Answer: ``CoordinatorToHostRecords``."""
+
+    kind: Literal["list records"] = "list records"
+    first: Count = 0
+
+
+HostCommand = CreateInvite | ListInvites | RevokeInvite | ListMembers | KickMember | BanPeer | AllowPeer | ListRecords
+
+
+class HostToCoordinatorCommand(Message):
+    """A command of the run's host to its running coordinator.
+
+    ``proof``: signature by the host's identity over the CURVE key of the connection (``host_proof``), which nobody else
+    can use."""
+
+    proof: Signature
+    command: Annotated[HostCommand, Field(discriminator="kind")]
+
+
+def host_proof(run_hash: bytes, curve_key: bytes) -> bytes:
+    """The bytes that the host signs to command the coordinator of a run over a connection with this CURVE key."""
+    return b"shoal host command, version 1\0" + run_hash + curve_key
+
+
+class CoordinatorToHostInvite(Message):
+    """An invite that was made, with its token."""
+
+    terms: InviteTerms
+    token: Token
+
+
+class InviteState(Record):
+    """An invite as ``shoal invite list`` shows it. ``joined``: number of identities that joined by it."""
+
+    terms: InviteTerms
+    made_s: UnixTime
+    is_revoked: bool
+    joined: Count
+
+
+class CoordinatorToHostInvites(Message):
+    """Some of the run's invites, in the order in which they were made; ``more``: whether others follow."""
+
+    invites: Annotated[tuple[InviteState, ...], Field(max_length=MAX_PAGE)]
+    more: bool
+
+
+class MemberAccess(Record):
+    """A peer as ``shoal members`` shows it. ``invite``: the id of the one that let it in; ``since_s``: Unix time of its
+    last join, 0 for never; ``rounds``: committed ones with its work, of which enough are a record; ``state``: what it
+    does, or why it left; ``allowed``: whether it is on the host's list."""
+
+    peer: PeerId
+    name: Annotated[str, Field(max_length=64)]
+    role: Role | Literal[""]
+    alive: bool
+    state: Text
+    since_s: UnixTime
+    invite: InviteId | Literal[""]
+    network: Annotated[str, Field(max_length=255)]
+    rounds: Count
+    has_record: bool
+    banned: bool
+    banned_network: Annotated[str, Field(max_length=255)]
+    allowed: bool
+    note: Note
+
+
+class CoordinatorToHostMembers(Message):
+    """Some of the run's members and of others that the host decided on; ``more``: whether others follow."""
+
+    members: Annotated[tuple[MemberAccess, ...], Field(max_length=MAX_PAGE)]
+    more: bool
+
+
+class CoordinatorToHostRecords(Message):
+    """A page of the run's access records, oldest first; ``more``: whether others follow."""
+
+    records: Annotated[tuple[AccessRecord, ...], Field(max_length=MAX_PAGE)]
+    more: bool
+
+
+class CoordinatorToHostBanned(Message):
+    """The ban is in force; ``removed``: the members that lost their places by it."""
+
+    network: Annotated[str, Field(max_length=255)]
+    removed: Annotated[tuple[PeerId, ...], Field(max_length=2 * MAX_MEMBERS)]
+
+
 # Peer to peer -------------------------------------------------------------------------------------------
 
 
@@ -400,6 +582,25 @@ class PeerToPeerOfferTensor(Message):
     size_bytes: Count
     number: Count
     targets: TensorForm | None = None
+
+
+class PeerToPeerCompareVerdict(Message):
+    """Compare the verdict of a round by its chain hash."""
+
+    round: Count
+    chain: Digest
+
+
+class PeerToPeerOtherVerdict(Message):
+    """The answerer's verdict of that round if it is another one; None if it is the same, or not known here."""
+
+    verdict: Verdict | None
+
+
+class PeerToPeerShowVerdict(Message):
+    """Show the verdict of a round for which the receiver has shown another one: both have the same proof then."""
+
+    verdict: Verdict
 
 
 class PeerToPeerNote(Message):

@@ -16,7 +16,13 @@ from pydantic import Field, model_validator
 from shoal.swarm.errors import CorpusError, ModelMismatch
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.start_section import Sha256
-from shoal.swarm.protocol.types import MAX_LAYERS, MAX_TENSORS, Record, TensorSpec
+from shoal.swarm.protocol.types import (
+    MAX_LAYERS,
+    MAX_TENSORS,
+    FrozenParameters,
+    Record,
+    TensorSpec,
+)
 
 Elements = Annotated[int, Field(ge=0, le=2**40)]
 
@@ -44,14 +50,18 @@ class PinsSection(Record):
 
     ``layout``: digest of the layout of all parameters (``layout_digest``), of which there are ``elements``.
     ``tokens_per_sample``, ``samples``, ``corpus``: of the training data, the last one its SHA-256; absent where members
-    bring their own data. ``state``: digest of version 0 of the state; absent where the run starts from a checkpoint,
-    which ``[start]`` pins, and in a pipeline, whose stages are not cut yet. ``layers``: of a pipeline."""
+    bring their own data. ``frozen_elements``, ``frozen``: number and digest of the parameters that are not trained;
+    absent where there are none, and in a pipeline. ``state``: digest of version 0 of the state; absent where the run
+    starts from a checkpoint, which ``[start]`` pins, and in a pipeline, whose stages are not cut yet. ``layers``: of a
+    pipeline."""
 
     layout: Sha256
     elements: Annotated[int, Field(ge=1, le=2**40)]
     tokens_per_sample: Annotated[int, Field(ge=1, le=2**62)]
     samples: Annotated[int, Field(ge=1, le=2**62)] | None = None
     corpus: Sha256 | None = None
+    frozen_elements: Annotated[int, Field(ge=1, le=2**44)] | None = None
+    frozen: Sha256 | None = None
     state: Sha256 | None = None
     layers: Annotated[tuple[PinnedLayer, ...], Field(strict=False, min_length=1, max_length=MAX_LAYERS)] | None = None
 
@@ -61,11 +71,21 @@ class PinsSection(Record):
             raise ValueError(f"layers: expected {self.elements} elements in all of them, as elements says")
         if self.layers is not None and self.state is not None:
             raise ValueError("state: expected for a whole model only, and layers for a pipeline only")
+        if (self.frozen is None) != (self.frozen_elements is None):
+            raise ValueError("frozen, frozen_elements: expected both or neither")
         return self
+
+    @property
+    def frozen_parameters(self) -> FrozenParameters | None:
+        if self.frozen is None or self.frozen_elements is None:
+            return None
+        return FrozenParameters(elements=self.frozen_elements, digest=bytes.fromhex(self.frozen))
 
     def check_model(self, model: PeerToCoordinatorDescribeModel) -> None:
         """Check the description of a whole model. Raises ``ModelMismatch`` or ``CorpusError``."""
         self.check_layout(model.layout)
+        if difference := frozen_difference(self.frozen_parameters, model.frozen):
+            raise ModelMismatch(f"this model is not the run's: {difference}")
         self.check_data(model.tokens_per_sample, model.corpus_digest, model.samples)
 
     def check_layout(self, layout: Sequence[TensorSpec]) -> None:
@@ -73,7 +93,7 @@ class PinsSection(Record):
         if layout_digest(layout) != self.layout:
             found = sum(spec.elements for spec in layout)
             raise ModelMismatch(
-                "this model is not the run's: names, shapes or types of its parameters differ from those that the run "
+                "this model is not the run's: names or shapes of its parameters differ from those that the run "
                 f"file pins ({found:,} parameters here, {self.elements:,} in the run); {_ADVICE}"
             )
 
@@ -103,6 +123,16 @@ class PinsSection(Record):
 
 
 def layout_digest(layout: Iterable[TensorSpec]) -> str:
-    """SHA-256, in hexadecimal, of the tensors' names, shapes and types in order."""
-    named = [(spec.name, spec.shape, spec.dtype) for spec in layout]
+    """SHA-256, in hexadecimal, of the tensors' names and shapes in order."""
+    named = [(spec.name, spec.shape) for spec in layout]
     return hashlib.sha256(b"shoal layout 1\0" + json.dumps(named).encode()).hexdigest()
+
+
+def frozen_difference(expected: FrozenParameters | None, found: FrozenParameters | None) -> str:
+    """Return a sentence on frozen parameters that differ; empty if they are the same."""
+    if expected == found:
+        return ""
+    return (
+        f"its frozen parameters differ: {found or 'none'} here, {expected or 'none'} in the run; load the same base "
+        "model, in the same revision, as the other members"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,21 +27,35 @@ from shoal.swarm.protocol.types import (
     RosterDelta,
     RosterEntry,
     Seconds,
+    Stage,
     Text,
     UnixTime,
 )
 
 MIN_CHUNK_ELEMENTS = 2**12
-"""Chunks are multiples of this many elements, so that no block of a codec lies in two of them."""
+"""Leaves, and chunks of them, are multiples of this many elements, so that no block of a codec lies in two of them."""
+
+_USUAL_LEAVES, _MOST_LEAF_ELEMENTS = 2**8, 2**18
+
+
+def leaf_elements(elements: int) -> int:
+    """Return the elements of a leaf, the unit in which contributions and means of so many elements are encoded.
+
+    It follows from the model's size alone, so that a contribution's bytes do not depend on the plan; chunks are whole
+    leaves. About 256 leaves, more where one would be larger than chunks for slow links should be."""
+    leaf = -(-elements // _USUAL_LEAVES)
+    return min(-(-leaf // MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS, _MOST_LEAF_ELEMENTS)
 
 
 class PlanMember(Record):
     """One contributor of a round.
 
     ``weight_tokens``: its weight in the mean. ``row``: 0 in a flat group. ``norms``: claimed norms of its contribution
-    (``averaging/norm_claims.py``); chunks above their claim are left out of the mean. ``factor``: multiplies its
-    contribution, so that it moves the mean no further than the run's bound. ``carried_tokens``: weight of its work that
-    earlier rounds were planned with but left out, as far as that raises its bound (``coordinator/influence.py``).
+    (``averaging/norm_claims.py``); chunks above their claim are left out of the mean. ``root``: of the tree over the
+    encoded leaves of its contribution (``averaging/merkle.py``); chunks that do not lead to it are left out, too.
+    ``factor``: multiplies its contribution, so that it moves the mean no further than the run's bound.
+    ``usual_norm``: relative to that of other members, for centered clipping. ``carried_tokens``: weight of its work
+    that earlier rounds were planned with but left out, as far as that raises its bound (``coordinator/influence.py``).
     ``last_tokens``: the weight of its last committed contribution, for the same bound. ``detours``: members that did
     not deliver to it; it asks others for their results first."""
 
@@ -49,7 +63,9 @@ class PlanMember(Record):
     weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
     row: Index = 0
     norms: NormClaim = b""
+    root: Digest = bytes(32)
     factor: Annotated[float, Field(ge=0, le=1)] = 1.0
+    usual_norm: Annotated[float, Field(ge=1e-100, le=1e100)] = 1.0
     carried_tokens: Count = 0
     last_tokens: Count = 0
     detours: Annotated[tuple[Index, ...], Field(max_length=MAX_DETOURS)] = ()
@@ -75,7 +91,7 @@ class RoundPlan(Record):
     usual norm of a contribution of one token, by which all contributions are bounded; 0 while no member has claimed a
     norm. ``columns``: none in a flat group; in a grid, of each column its row reducer in every row: the member of that
     row that sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a
-    column."""
+    column. ``mean``: how contributions, and in a grid the rows, are combined (``averaging.robust``)."""
 
     round: Count
     anchor_version: Count
@@ -85,6 +101,7 @@ class RoundPlan(Record):
     parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_PARTS)]
     columns: Annotated[tuple[Column, ...], Field(max_length=MAX_MEMBERS)] = ()
     rho: Annotated[float, Field(ge=0)] = 0.0
+    mean: Literal["weighted", "clip", "trimmed"] = "weighted"
 
     @model_validator(mode="after")
     def _consistent(self) -> RoundPlan:
@@ -122,8 +139,8 @@ class Verdict(Record):
     ``tokens_total``: all committed ones up to this round. ``ended_s``: on the coordinator's clock. ``sent_bytes``: as
     members have reported them since the previous verdict. ``anchor_version``: the run's version from now on, one higher
     when committed, the same when aborted, and lower where an aborted round ends with a rollback, which also lowers
-    ``tokens_total``. ``together``, of a pipeline's stage: hash over the verdicts of all stages on this round
-    (``verdict_chain.tied_together``)."""
+    ``tokens_total``. ``stage``, of a pipeline: the stage whose round it is; ``together``: hash over the verdicts of all
+    stages on this round (``verdict_chain.tied_together``)."""
 
     round: Count
     committed: bool
@@ -137,8 +154,19 @@ class Verdict(Record):
     ended_s: UnixTime
     sent_bytes: Count
     run_hash: Digest = bytes(32)
+    stage: Stage | None = None
     previous_chain: Digest
     together: Digest | None = None
+    chain: Digest
+    signature: Annotated[bytes, Field(max_length=64)]
+
+
+class StateAgreement(Record):
+    """Agreed digest of one version's state. ``chain``: of the newest verdict of its scope then, which covers the run
+    and the stage; ``signature``: the host's (``verdict_chain.check_agreement``)."""
+
+    anchor_version: Count
+    digest: Digest
     chain: Digest
     signature: Annotated[bytes, Field(max_length=64)]
 
@@ -153,7 +181,9 @@ class RunView(Record):
     ``roster_version``, or if ``roster_delta`` leads to it from the version that the heartbeat has named. ``expected``:
     while the round closes, the plan that results if all working members become ready, except for the weights; work that
     does not depend on those may begin. ``as_expected``: ``plan`` is the expected one, and none of its members has left
-    since. ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``pipeline``: in the
+    since. ``state_digest``: of this version, once it is agreed; ``agreement``: the same with the host's signature, None
+    for a beginning that the run file determines; ``is_disputed``: the state is disputed, so everybody replays it.
+    ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``pipeline``: in the
     run's own scope, once stages are planned."""
 
     epoch: Count
@@ -166,6 +196,8 @@ class RunView(Record):
     verdict: Verdict | None
     verdict_chain: Digest | None
     state_digest: Digest | None
+    agreement: StateAgreement | None = None
+    is_disputed: bool = False
     tokens_committed: Count
     tokens_in_round: Count
     members: Count

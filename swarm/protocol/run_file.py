@@ -181,6 +181,11 @@ class InnerSection(Record):
         Field(description="precision of the computation; `auto`: bfloat16 autocast on GPUs that have it"),
     ] = "auto"
 
+    @property
+    def slots(self) -> int:
+        """Number of float32 values that the inner optimizer keeps for each parameter."""
+        return 2 if self.optimizer == "adamw" else int(self.momentum > 0)
+
 
 class ScheduleSection(Record):
     """``[schedule]``: the learning-rate factor as a function of the run's committed tokens."""
@@ -198,6 +203,13 @@ class ScheduleSection(Record):
     final_factor: Annotated[float, Field(ge=0, le=1, description="factor at the end of `cosine` and `linear`")] = 0.1
 
 
+_OUTER_SETTINGS = {
+    "nesterov": ("optimizer", "lr", "momentum"),
+    "sgd": ("optimizer", "lr"),
+    "adamw": ("optimizer", "lr", "betas", "eps", "weight_decay"),
+}
+
+
 class OuterSection(Record):
     """``[outer]``: the optimizer that computes the next anchor from the mean contribution."""
 
@@ -205,7 +217,7 @@ class OuterSection(Record):
         Literal["nesterov", "sgd", "adamw"], Field(description="computes the next anchor from the mean contribution")
     ] = "nesterov"
     lr: Annotated[Rate, Field(description="its learning rate")] = 0.7
-    momentum: Annotated[Fraction, Field(description="momentum of `nesterov` and `sgd`")] = 0.9
+    momentum: Annotated[Fraction, Field(description="momentum of `nesterov`")] = 0.9
     betas: Annotated[Betas, Field(description="AdamW's decay rates of the moments")] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0, description="AdamW's term against division by zero")] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=10, description="decoupled weight decay of `adamw`")] = 0.0
@@ -214,6 +226,10 @@ class OuterSection(Record):
     def slots(self) -> int:
         """Number of float32 values that the outer optimizer keeps for each parameter."""
         return {"sgd": 0, "nesterov": 1, "adamw": 2}[self.optimizer]
+
+
+_MAX_ROBUST_GROUP = 128
+"""Members of a group with a robust mean: a leaf of each, up to 1 MiB, is decoded at once."""
 
 
 class AveragingSection(Record):
@@ -232,6 +248,15 @@ class AveragingSection(Record):
     residual_decay: Annotated[
         float, Field(ge=0, le=1, description="share of the encoding error that a peer carries over to the next round")
     ] = 1.0
+    residual_precision: Annotated[
+        Literal["float32", "bfloat16"],
+        Field(
+            description=(
+                "number format in which a peer keeps what no mean has included yet, one value for each parameter; "
+                "`bfloat16` takes half the memory, rounds stochastically and costs some speed"
+            )
+        ),
+    ] = "float32"
     group_size: Annotated[
         int,
         Field(ge=2, le=1024),
@@ -253,11 +278,13 @@ class AveragingSection(Record):
         ),
     ] = 1
     robust: Annotated[
-        Literal["norm", "none"],
+        Literal["norm", "clip", "trimmed", "none"],
         Field(
             description=(
-                "`norm` limits how far one member may move a round's mean, to four times what is usual for its work; "
-                "`none` does not"
+                "`norm` limits how far one member may move a round's mean, to four times what is usual for its work. "
+                "`clip` (centered clipping) and `trimmed` (without the lowest and the highest quarter of the weight, "
+                "value by value) also withstand several who act together; not with `topk`, and `group_size` is up to "
+                "128. `none`: no limit. Which one when: [security.md](security.md#means-that-attackers-cannot-move)"
             )
         ),
     ] = "norm"
@@ -266,7 +293,8 @@ class AveragingSection(Record):
         Field(
             description=(
                 "members train for the next round while one is averaged, and its mean is applied one round late; for "
-                "slow links. Needs one more copy of the parameters in host memory; not with `virtual_batch`"
+                "slow links. Needs one more copy of the parameters in host memory, and of the inner "
+                "optimizer where checkpoints are kept; not with `virtual_batch`"
             )
         ),
     ] = False
@@ -279,6 +307,23 @@ class AveragingSection(Record):
         except CodecError as error:
             raise ValueError(str(error)) from error
         return codec
+
+    @model_validator(mode="after")
+    def _robust(self) -> AveragingSection:
+        if self.robust not in ("clip", "trimmed"):
+            return self
+        names = [self.codec] if isinstance(self.codec, str) else [str(one) for one in self.codec.values()]
+        if any("topk" in name for name in names):
+            raise ValueError(
+                f'robust = "{self.robust}" cannot be had with top-k, where most values of most contributions are zero '
+                'and so would be their mean: use robust = "norm" or another codec'
+            )
+        if self.group_size > _MAX_ROBUST_GROUP:
+            raise ValueError(
+                f'robust = "{self.robust}" holds the values of a whole group at once: group_size is up to '
+                f"{_MAX_ROBUST_GROUP} with it, not {self.group_size}"
+            )
+        return self
 
 
 class RoundSection(Record):
@@ -345,11 +390,22 @@ class CheckpointsSection(Record):
 
 
 class AccessSection(Record):
-    """``[access]``: limits on newcomers. A network is an IPv4 /24 or IPv6 /48, like all machines behind one router.
+    """``[access]``: who may join, and limits on newcomers. A network is an IPv4 /24 or IPv6 /48, like all machines
+    behind one router.
 
     A minute's newcomers may also come all at once. Peers with a record of committed work, and current members, are not
     counted."""
 
+    admission: Annotated[
+        Literal["open", "token", "list"],
+        Field(
+            description=(
+                "who may join: `token`: who has an invite with a token that the host has made (`shoal host` prints "
+                "one, `shoal invite` makes others); `list`: identities that the host has allowed (`shoal allow`); "
+                "others only look, with a token; `open`: everybody who has the address and the key"
+            )
+        ),
+    ] = "token"
     joins_per_minute: Annotated[
         int,
         Field(gt=0, le=10**6, description="newcomers that are admitted, in total; returning members are not counted"),
@@ -567,6 +623,31 @@ class RunFile(Record):
         return hashlib.sha256(canonical.encode()).digest()
 
 
+def unused_inner_settings(run: RunFile, *, own_loop: bool) -> list[str]:
+    """Return the settings of ``[inner]`` that the run file has and that do nothing in this run.
+
+    ``own_loop``: members bring a training loop of their own, with its optimizer, clipping and precision."""
+    unused = run.inner.model_fields_set - {"batch_samples"}
+    if not own_loop:
+        unused -= {"precision"}
+        if run.algorithm != "virtual_batch":
+            unused &= {"momentum"} if run.inner.optimizer == "adamw" else {"betas", "eps"}
+    return [f"inner.{name}" for name in InnerSection.model_fields if name in unused]
+
+
+def _check_outer(outer: OuterSection, where: str) -> None:
+    """Refuse settings of another outer optimizer than the named one. Raises ``RunFileError``."""
+    used = _OUTER_SETTINGS[outer.optimizer]
+    unused = [name for name in OuterSection.model_fields if name in outer.model_fields_set - set(used)]
+    if "momentum" in unused and outer.momentum == 0:
+        unused.remove("momentum")  # as the optimizer does
+    if unused:
+        raise RunFileError(
+            f"{where}: {', '.join(f'outer.{name}' for name in unused)}: no setting of the outer optimizer "
+            f"{outer.optimizer!r}, which has {' and '.join(used[1:])}: leave it out or name another outer.optimizer"
+        )
+
+
 def parse_run_file(text: str, where: str = "run file") -> RunFile:
     """Validate TOML text. Raises ``RunFileError`` that names the file, the field and the expected value."""
     if len(text.encode()) > MAX_RUN_FILE_BYTES:
@@ -576,7 +657,7 @@ def parse_run_file(text: str, where: str = "run file") -> RunFile:
         if not line.lstrip().startswith("#") and any(piece.count(".") > _MAX_DOTS for piece in _PIECES.split(line)):
             raise RunFileError(f"{where}: a key with more than {_MAX_DOTS} dots: {line[:40]!r}…")
     try:
-        return RunFile.model_validate(tomllib.loads(text))
+        run = RunFile.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise RunFileError(f"{where}: not valid TOML: {error}") from error
     except ValidationError as error:
@@ -588,6 +669,8 @@ def parse_run_file(text: str, where: str = "run file") -> RunFile:
         raise RunFileError(f"{where}: " + "; ".join(lines)) from error
     except (ValueError, RecursionError) as error:  # numbers with thousands of digits, arrays with thousands of levels
         raise RunFileError(f"{where}: not valid TOML: {error}") from error
+    _check_outer(run.outer, where)
+    return run
 
 
 def load_run_file(path: Path) -> tuple[str, RunFile]:

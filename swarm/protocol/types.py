@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -15,6 +16,7 @@ MAX_PARTS = 2 * MAX_MEMBERS  # rows of unequal size have some more parts than me
 MAX_STAND_INS = 3
 MAX_CHUNK_ELEMENTS = 2**22
 MAX_RANGES = 4096
+MAX_UNDONE_RANGES = 512
 MAX_TENSORS = 65_536
 MAX_LAYERS = 4096
 MAX_STAGES = 256
@@ -27,6 +29,8 @@ MAX_ADDRESSES = 8
 MAX_EPOCHS = 16
 MAX_TROUBLE = 1000
 MAX_CLAIM_BYTES = 128
+MAX_INVITE_USES = 4096
+MAX_TOKEN_BYTES = 128
 
 PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 """Sixteen base32 characters of the SHA-256 of an Ed25519 public key (``identity.peer_id``)."""
@@ -49,6 +53,8 @@ Dtype = Annotated[str, Field(max_length=32)]
 Role = Literal["trainer", "contributor", "validator", "observer"]
 """``trainer``: trains and reduces parts; ``contributor``: trains but reduces nothing; ``validator``: follows the anchor
 without contributing; ``observer``: reads the run and is not recorded."""
+InviteRole = Literal["trainer", "contributor", "observer"]
+"""Most that an invite admits to; ``observer``: followers of the anchor and guests."""
 LeaveReason = Literal["done", "starts afresh", "observed", "diverged", "failed"]
 Trouble = Annotated[str, Field(max_length=MAX_TROUBLE)]
 """The error that made a member leave, and what to do about it."""
@@ -75,6 +81,26 @@ class Record(BaseModel):
 
 class Message(Record):
     """A record that is sent on its own; its class name is its type on the wire."""
+
+
+InviteId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{8}$")]
+"""Eight base32 characters, 40 bits: a name, no secret."""
+
+InviteUses = Annotated[int, Field(ge=0, le=MAX_INVITE_USES)]
+
+Note = Annotated[str, Field(max_length=200)]
+"""A remark of the host, for people."""
+
+
+class InviteTerms(Record):
+    """Terms of an invite. ``uses``: identities that may join by it; ``expires_s``: Unix time from which nobody new
+    may; both are 0 for no limit."""
+
+    id: InviteId
+    role: InviteRole
+    uses: InviteUses = 0
+    expires_s: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    note: Note = ""
 
 
 class SampleRange(Record):
@@ -163,15 +189,25 @@ class RosterDelta(Record):
 
 
 class TensorSpec(Record):
-    """One parameter of the model."""
+    """One parameter of the model. Its type is each peer's own affair: the anchor is float32."""
 
     name: Annotated[str, Field(max_length=500)]
     shape: Shape
-    dtype: Dtype
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+
+class FrozenParameters(Record):
+    """A model's parameters that are not trained: how many elements, and the digest of their names, shapes and float32
+    values (``frozen_parameters``)."""
+
+    elements: Annotated[int, Field(ge=1, le=2**44)]
+    digest: Digest
+
+    def __str__(self) -> str:
+        return f"{self.elements:,} ({self.digest.hex()[:16]})"
 
 
 class TensorForm(Record):
@@ -211,11 +247,11 @@ class LayerSize(Record):
 class Capability(Record):
     """Capability of a peer in a pipeline: memory, speed and link.
 
-    ``holds_all``: whether all copies of the state share this memory, or only those that a separate device computes
-    with. ``layer_s``: seconds of each layer's forward and backward pass of a micro-batch."""
+    ``host_bytes``: the machine's; ``device_bytes``: a GPU's own, None for a device that computes in the machine's
+    memory. ``layer_s``: seconds of each layer's forward and backward pass of a micro-batch."""
 
-    memory_bytes: Count
-    holds_all: bool
+    host_bytes: Count
+    device_bytes: Count | None
     layer_s: Annotated[tuple[Seconds, ...], Field(max_length=MAX_LAYERS)]
     bandwidth_bps: Rate
     rtt_s: Seconds
@@ -358,3 +394,13 @@ class Blob(Record):
     number: Count
     grid: Annotated[int, Field(ge=0, le=MAX_CHUNK_ELEMENTS)] = 0
     scope: Scope = 0
+
+
+def id_text(data: bytes) -> str:
+    """The text of an invite's id of five bytes."""
+    return base64.b32encode(data).decode().lower()
+
+
+def id_bytes(text: str) -> bytes:
+    """The five bytes of an invite's id."""
+    return base64.b32decode(text.upper())

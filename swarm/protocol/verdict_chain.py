@@ -9,13 +9,15 @@ import msgpack
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import verify_signature
-from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.rounds import StateAgreement, Verdict
+from shoal.swarm.protocol.signed_chain import check_record, record_hash
 from shoal.swarm.protocol.types import MAX_TENSORS
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES
 
 _CONTEXT = b"shoal verdict, version 1\0"
 
 
+_AGREEMENT = b"shoal agreement on the state, version 1\0"
 _TOGETHER = b"shoal verdicts of all stages, version 1\0"
 
 
@@ -27,9 +29,7 @@ def genesis(run_hash: bytes, scope: int = 0) -> bytes:
 
 def chain_hash(verdict: Verdict) -> bytes:
     """SHA-256 over all fields of a verdict, including the previous chain hash, except its own hash and signature."""
-    content = verdict.model_dump(exclude={"chain", "signature"})
-    packed: bytes = msgpack.packb([sorted(content), [content[key] for key in sorted(content)]])
-    return hashlib.sha256(_CONTEXT + packed).digest()
+    return record_hash(verdict, _CONTEXT)
 
 
 def tied_together(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -54,6 +54,18 @@ def _together(verdicts: Sequence[Verdict]) -> bytes:
 def signed_bytes(chain: bytes) -> bytes:
     """The bytes that the coordinator signs; the chain hash in them covers the verdict."""
     return _CONTEXT + chain
+
+
+def agreement_bytes(anchor_version: int, digest: bytes, chain: bytes) -> bytes:
+    """The bytes that the coordinator signs for an agreement on the state behind the verdict with this chain hash."""
+    return _AGREEMENT + anchor_version.to_bytes(8, "big") + digest + chain
+
+
+def check_agreement(agreement: StateAgreement, coordinator_key: bytes) -> None:
+    """Check that the coordinator has signed an agreement on the state. Raises ``WireError`` if it has not."""
+    signed = agreement_bytes(agreement.anchor_version, agreement.digest, agreement.chain)
+    if not verify_signature(coordinator_key, agreement.signature, signed):
+        raise WireError(f"the agreement on version {agreement.anchor_version} is not signed by the coordinator")
 
 
 def pack_verdict(verdict: Verdict) -> bytes:
@@ -99,7 +111,4 @@ def unpack_maps(data: bytes | memoryview, start: int = 0) -> Iterator[tuple[obje
 
 def check_verdict(verdict: Verdict, coordinator_key: bytes) -> None:
     """Check a verdict's hash and the coordinator's signature. Raises ``WireError`` if either is wrong."""
-    if chain_hash(verdict) != verdict.chain:
-        raise WireError(f"the verdict of round {verdict.round} does not match its own hash")
-    if not verify_signature(coordinator_key, verdict.signature, signed_bytes(verdict.chain)):
-        raise WireError(f"the verdict of round {verdict.round} is not signed by the coordinator")
+    check_record(verdict, coordinator_key, _CONTEXT, f"the verdict of round {verdict.round}", "the coordinator")

@@ -9,10 +9,12 @@ import os
 import sys
 from typing import Any
 
+import torch
 from tests.integration.slow_member import slow_down
 from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.range_reader import RangeReader, TensorReader
 from shoal.peer.cli.main import main
 from shoal.swarm.averaging import round_feedback
 from shoal.swarm.averaging.norm_claims import pack
@@ -26,8 +28,8 @@ def send_huge() -> None:
     """Send contributions of 1e30; their norms have been measured before."""
     real = ErrorFeedback.begin
 
-    def begin(self: ErrorFeedback, contribution: Tensor, largest: float | None = None) -> None:
-        real(self, contribution.fill_(1e30), 1e30)
+    def begin(self: ErrorFeedback, contribution: RangeReader, largest: float | None = None) -> None:
+        real(self, TensorReader(torch.full((contribution.elements,), 1e30)), 1e30)
 
     ErrorFeedback.begin = begin  # type: ignore[method-assign]
 
@@ -36,8 +38,8 @@ def send_random() -> None:
     """Send random bytes as packed contributions, with scales that are large numbers."""
     real = ErrorFeedback.encode_chunk
 
-    def encode_chunk(self: ErrorFeedback, codec: Any, start: int, stop: int, packed: Any = None) -> Tensor:
-        packed = real(self, codec, start, stop, packed)
+    def encode_chunk(self: ErrorFeedback, codec: Any, start: int, stop: int, room: Any = None) -> Tensor:
+        packed = real(self, codec, start, stop, room).clone()
         packed.numpy()[:] = bytearray(os.urandom(packed.numel()))
         scales = packed[: 4 * -(-(stop - start) // codec.block)].view(-1, 4)
         scales[:, 3] = 0x47  # random scales are mostly no numbers: these are from 2**15 to 2**17
@@ -56,8 +58,8 @@ def claim_everything() -> None:
 def enlarge_means() -> None:
     real = PartReducer._encode
 
-    def encode(self: PartReducer, mean: Any, header: Any, bounds: tuple[int, int], room: Any) -> ReducedChunk:
-        made, size = real(self, mean, header, bounds, room), bounds[1] - bounds[0]
+    def encode(self: PartReducer, mean: Any, header: Any, bounds: tuple[int, int]) -> ReducedChunk:
+        made, size = real(self, mean, header, bounds), bounds[1] - bounds[0]
         codec, packed = self._codec_map.result(*bounds, len(self.group.members)), made.result[self.group.header_bytes :]
         if made.included:
             packed[:] = codec.encode(codec.decode(packed, size) * ENLARGED).numpy()

@@ -2,6 +2,7 @@
 
     joiner.py INVITE SOURCE SECONDS          as fast as it can; prints a JSON line every second
     joiner.py INVITE SOURCE once HOST PORT   once, naming that address; prints the answer's class or error code
+    joiner.py INVITE SOURCE as FILE          once, with the identity in that file
 
 ``SOURCE``: the address that it calls from. All that were let in stay, and ask for the whole roster time and again.
 """
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -94,16 +96,23 @@ class Joiner:
                         self.received_bytes += len(await socket.recv())
             await socket.send(encode(Envelope("request", 7, HEARTBEAT)))
 
-    async def once(self, host: str, port: int) -> str:
+    async def once(self, host: str, port: int | None, identity: Identity | None = None) -> str:
         """Join once with that address; return the answer's class, or the error's code and message."""
         socket, keys = self._open(), CurveKeys.fresh()
         self._connect(socket, keys)
         async with asyncio.timeout(4 * ANSWER_S):
-            answer = await self._join(socket, keys, host, port)
+            answer = await self._join(socket, keys, host, port, identity)
         self._context.destroy(linger=0)
         return answer.code + ": " + answer.message if isinstance(answer, RequestFailed) else type(answer).__name__
 
-    async def _join(self, socket: zmq.asyncio.Socket, keys: CurveKeys, host: str, port: int | None) -> Message:
+    async def _join(
+        self,
+        socket: zmq.asyncio.Socket,
+        keys: CurveKeys,
+        host: str,
+        port: int | None,
+        identity: Identity | None = None,
+    ) -> Message:
         listening = self._open(zmq.ROUTER)
         listening.curve_server = True
         self._show(listening, keys)
@@ -111,11 +120,12 @@ class Joiner:
         pings = asyncio.create_task(_answer_pings(listening))
         ask = PeerToCoordinatorJoinRun(
             run=self._invite.run,
-            certificate=Identity.generate().certify(keys),
+            certificate=(identity or Identity.generate()).certify(keys),
             name="stranger",
             role="trainer",
             device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
             addresses=(Address(host=host, control_port=port or own_port, data_port=port or own_port),),
+            token=self._invite.token,
         )
         try:
             await socket.send(encode(Envelope("request", 1, ask)))
@@ -154,5 +164,7 @@ if __name__ == "__main__":
     joiner = Joiner(Invite.parse(invite), source)
     if what == "once":
         print(asyncio.run(joiner.once(named[0], int(named[1]))), flush=True)
+    elif what == "as":
+        print(asyncio.run(joiner.once("", None, Identity.load_or_create(Path(named[0])))), flush=True)
     else:
         asyncio.run(joiner.flood(float(what)))

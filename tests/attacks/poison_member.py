@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.compression.range_reader import RangeReader, TensorReader, whole_vector
 from shoal.peer.cli.main import main
 from shoal.peer.training.algorithms import PseudoGradient
 
@@ -14,8 +15,8 @@ from shoal.peer.training.algorithms import PseudoGradient
 def poison(factor: float) -> None:
     real = PseudoGradient.contribution
 
-    def contribution(self: Any, anchor: Tensor) -> Tensor:
-        return real(self, anchor).mul_(factor)
+    def contribution(self: Any, anchor: Tensor) -> RangeReader:
+        return TensorReader(whole_vector(real(self, anchor)).mul_(factor))
 
     PseudoGradient.contribution = contribution  # type: ignore[method-assign]
 

@@ -105,6 +105,7 @@ def test_a_peers_memory_is_enough_for_one_stage_and_for_no_two() -> None:
     from pipeline import CASES, LINK_CASE, REFILL_CASE
     from pipeline_run import LAYERS, MICRO_BATCH
 
+    from shoal.swarm.memory_account import account_of
     from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, PlanningProblem
 
     for case in (*CASES, LINK_CASE, REFILL_CASE):
@@ -112,8 +113,8 @@ def test_a_peers_memory_is_enough_for_one_stage_and_for_no_two() -> None:
         assert pipeline is not None
         sent = MICRO_BATCH * case.tokens * case.width
         layer = LayerCost(4 * (case.ballast + case.width * (case.width + 1)), 4 * sent, 12 * sent)
-        peer = PeerCapability("peer", case.memory_bytes, (0.1,) * LAYERS, 1e9, holds_all=True)
-        swarm = PlanningProblem([layer] * LAYERS, [peer], pipeline.in_flight, 2)
+        peer = PeerCapability("peer", case.memory_bytes, (0.1,) * LAYERS, 1e9)
+        swarm = PlanningProblem([layer] * LAYERS, [peer], pipeline.in_flight, account_of(case.run_file).demand())
         table = swarm.table(range(0, LAYERS + 1, LAYERS // case.stages))
         assert ((table.rates[0] > 0) == (table.first == table.last)).all(), case
         assert not table.recomputes.any(), case

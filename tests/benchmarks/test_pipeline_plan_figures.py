@@ -47,12 +47,13 @@ def test_of_a_small_swarm_everything_is_tried() -> None:
 def test_a_server_goes_where_the_throughput_is_least() -> None:
     from greedy_blocks import greedy, where_least
 
+    from shoal.swarm.memory_account import MemoryDemand
     from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, PlanningProblem
 
     layers = [LayerCost(1_000_000, 1, 1)] * 4
     # 8.2 MB a layer: two layers each.
     peers = [PeerCapability(name, 17_000_000, (1.0,) * 4, 1e9) for name in "abc"]
-    table = PlanningProblem(layers, peers, max_in_flight=1, optimizer_values=2).table(range(5))
+    table = PlanningProblem(layers, peers, max_in_flight=1, demand=MemoryDemand(4.0, 4.2, 8.2)).table(range(5))
     least = where_least(table, np.array([3.0, 1.0, 2.0, 5.0]), 0, None)
     assert (table.first[least], table.last[least]) == (1, 2)
     # Equal: the first one. And no more blocks than asked for.

@@ -105,5 +105,5 @@ def check_memory(run: Swarm, life: Life) -> None:
     assert set(averager._stores) == kept
     assert averager._exchange is None
     assert not averager.round_feedback.error_feedback.in_round
-    assert averager.round_feedback.error_feedback._pending is None
+    assert not averager.round_feedback.error_feedback._encoded
     assert averager.round_feedback.carried.residual.numel() == run.elements

@@ -10,7 +10,7 @@ from tests.fakes.processes import context_of, the_loop
 from tests.fakes.swarm import SimMember, Swarm
 from torch import Tensor
 
-from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync, RoundOffer, RoundOutcome
+from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOffer, RoundOutcome
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 from shoal.swarm.protocol.rounds import RunView
@@ -155,9 +155,11 @@ class Life(SimMember):
         assert verdict.plan is not None
         store = self.averager._stores[verdict.round]
         applied = Applied(
-            verdict, verdict.plan, outcome.mean, [store.header(chunk).included for chunk in range(store.chunks)]
+            verdict, verdict.plan, outcome.mean.whole(), [store.header(chunk).included for chunk in range(store.chunks)]
         )
         self.ledger.commit(applied)
+        if not is_ours:
+            self._give_up_late()
         if outcome.included:
             left_out = self.owed if is_ours else self.carried
             self.carried = left_out.masked_fill(applied.has(self.peer), 0.0)
@@ -168,9 +170,14 @@ class Life(SimMember):
                 self.late_samples = count(self.done)
         else:
             self.late, self.local = self.late * 0, self.local * 0
-        self.apply(outcome.mean)
+        self.apply(outcome.mean.whole())
         self.version = verdict.anchor_version
         self.round = verdict.round + 1
+
+    def _give_up_late(self) -> None:
+        """Late work is in the residual, which is given up with it."""
+        if bool(self.late.any()):
+            self.carried, self.late = self.carried * 0, self.late * 0
 
     def _held_residual(self) -> Tensor:
         carried = self.averager.round_feedback.carried
@@ -178,13 +185,14 @@ class Life(SimMember):
 
     def carry(self, residual: Tensor, weight_tokens: int) -> None:
         """Carry a residual, as if earlier rounds had left it over."""
-        self.averager.round_feedback.restore(CarriedResidual(residual, weight_tokens))
+        self.averager.round_feedback.restore(lambda memory: (memory.copy_(residual), weight_tokens)[1])
         self.carried = residual.double() * weight_tokens
 
     # Starting afresh ------------------------------------------------------------------------------------------
 
     async def start_afresh(self) -> None:
         """Give everything back, join again, and go on from the run's state."""
+        self._give_up_late()
         self.done, self.late_samples = [], 0
         self.local, self.late = torch.zeros(2, self.elements, dtype=torch.float64)
         await self.client.rejoin()
@@ -227,11 +235,13 @@ class Life(SimMember):
 
     def check_account(self) -> None:
         """Check that the member's residual is what is owed to it."""
-        near(self._held_residual(), self.carried, f"residual of {self.peer}")
-        late = self.averager.round_feedback.late
-        if late is not None and late.joins == self.client.joins:
-            near(late.contribution.double() * late.weight_tokens, self.late, f"late work of {self.peer}")
+        feedback = self.averager.round_feedback
+        if feedback.late is not None and feedback.late.joins == self.client.joins:
+            assert feedback.late.weight_tokens == self.late_samples
+            held = feedback.error_feedback.residual.double() * self.late_samples
+            near(held, self.carried + self.late, f"residual and late work of {self.peer}")
         else:
+            near(self._held_residual(), self.carried, f"residual of {self.peer}")
             assert not bool(self.late.any())
 
 

@@ -26,6 +26,7 @@ from shoal.peer.pipeline import peer as pipeline_peer
 from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.pipeline.span import HeldSpan
 from shoal.peer.pipeline.training import SpanTraining
+from shoal.peer.training.device import MemoryLimits
 from shoal.swarm.coordinator import service
 from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.local_journal import LocalJournal
@@ -63,6 +64,8 @@ precision = "float32"
 optimizer = "adamw"
 lr = 2e-3
 weight_decay = 0.01
+[access]
+admission = "open"
 [round]
 tokens = {BATCH}
 max_s = 300
@@ -106,8 +109,8 @@ class Peer:
             on_event=self.events.append,
         )
         joined = RunConnection(str(self.scene.invite), options, "cpu")
-        memory_bytes = small_model.memory_bytes(self.layers)
-        with PipelinePeer(joined, SmallRecipe(), torch.device("cpu"), memory_bytes) as peer:
+        limits = MemoryLimits(small_model.memory_bytes(joined.run_file, self.layers))
+        with PipelinePeer(joined, SmallRecipe(), torch.device("cpu"), limits) as peer:
             peer.train()
 
 
@@ -190,7 +193,7 @@ def _patched(scene: Scene) -> Iterator[None]:
     loop = the_loop()
     clock = SimpleNamespace(monotonic=loop.time, time=loop.time, time_ns=lambda: 1 + int(1e9 * loop.time()))
     compute = {step: getattr(SpanTraining, step) for step in ("_forward", "_backward")}
-    enter, apply = HeldSpan.enter, TrainingReplica._apply
+    enter, go_on = HeldSpan.enter, TrainingReplica._go_on
 
     def computing(step: str) -> Callable[[Any, Any], Any]:
         def do(self: SpanTraining, task: Any) -> Any:
@@ -212,7 +215,7 @@ def _patched(scene: Scene) -> Iterator[None]:
 
     def applied(self: TrainingReplica, outcome: Any) -> None:
         scene.came_to("applying", outcome.verdict.round)
-        apply(self, outcome)
+        go_on(self, outcome)
 
     patches = [
         mock.patch.object(Node, "open", scene.nodes.opener),
@@ -221,7 +224,7 @@ def _patched(scene: Scene) -> Iterator[None]:
         mock.patch.object(pipeline_peer, "layered_recipe", lambda recipe, run: recipe),
         mock.patch.object(pipeline_peer, "profile_model", small_model.measured),
         mock.patch.object(HeldSpan, "enter", entered),
-        mock.patch.object(TrainingReplica, "_apply", applied),
+        mock.patch.object(TrainingReplica, "_go_on", applied),
         *[mock.patch.object(SpanTraining, step, computing(step)) for step in compute],
         mock.patch.object(service, "time", clock),
     ]

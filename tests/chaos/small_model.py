@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from shoal.peer.pipeline.profile import LayerProfile, ModelProfile
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.layers import Layered, layered_from_makers
-from shoal.swarm.pipeline.planner.model import LayerCost, state_copies
+from shoal.swarm.memory_account import account_of
+from shoal.swarm.pipeline.planner.model import LayerCost
+from shoal.swarm.protocol.run_file import RunFile
 
 LAYERS, WIDTH, KINDS, POINTS = 6, 8, 3, 500
 SEED = 1
@@ -83,9 +85,9 @@ def measured(*about: object) -> ModelProfile:
     return ModelProfile(2, tuple(f"block{number}" for number in range(LAYERS)), (layer,) * LAYERS)
 
 
-def memory_bytes(layers: int) -> int:
-    """For so many layers, and not for one more; of the state as ``span_rates`` counts it for AdamW."""
-    return int((layers + 0.5) * 10**6 * state_copies(2, holds_all=True))
+def memory_bytes(run: RunFile, layers: int) -> int:
+    """For so many layers, and not for one more; of the state as the account of memory counts it."""
+    return int((layers + 0.5) * 10**6 * account_of(run).demand().shared)
 
 
 def plain_loop(rounds: int, batch: int) -> Tensor:

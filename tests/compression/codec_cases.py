@@ -103,7 +103,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def outcome(codec: Codec, packed: Any, n: int) -> Tensor | None:
-    """What ``decode`` gives, always finite, or None where it refuses; either way ``accumulate`` agrees."""
+    """What ``decode`` gives, always finite, or None where it refuses; ``accumulate`` and ``checked`` agree."""
     before = gaussian(n, 9)
     total = before.clone()
     try:
@@ -112,9 +112,12 @@ def outcome(codec: Codec, packed: Any, n: int) -> Tensor | None:
         with pytest.raises(CodecError):
             codec.accumulate(packed, total, 0.3)
         assert same_bits(total, before)
+        with pytest.raises(CodecError):
+            codec.checked(packed, n)
         return None
     assert decoded.shape == (n,)
     assert bool(torch.isfinite(decoded).all())
+    codec.checked(packed, n)
     codec.accumulate(packed, total, 0.3)
     # Of equal value, not of equal bits: where top-k sends nothing, a -0.0 in the total stays.
     assert torch.equal(total, before + decoded * torch.tensor(0.3))

@@ -20,6 +20,7 @@ from shoal.compression.formats import (
     named_format,
 )
 from shoal.compression.registry import get_codec
+from shoal.compression.weighted_mean import WeightedMean
 
 SHAPES = [
     ("token_embedding.weight", (100, 64)),
@@ -171,6 +172,9 @@ def test_segments_with_residual_and_sum() -> None:
     assert torch.equal(codec.encode_residual(values, kept), packed)
     decoded = codec.decode(packed, 9405)
     assert torch.equal(kept, (values + residual) - decoded)
+    place = residual.clone()
+    assert torch.equal(codec.encode_residual(values, place, place.view(-1)), packed)
+    assert torch.equal(place, kept)
     left, room, before = noise(9405), torch.zeros_like(packed), residual.clone()
     assert codec.encode_residual(values, residual, left, room).data_ptr() == room.data_ptr()
     assert torch.equal(room, packed)
@@ -232,3 +236,37 @@ def test_a_chunk_is_four_mebibytes_as_packed_where_a_codec_reads_block_by_block(
         assert codec_map.result(0, values, 1000).packed_bytes(values) <= 2**22 + 2**15, (
             "as a frame holds, with its header"
         )
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "topk", "auto"])
+def test_a_range_by_leaf_is_its_leaves_one_after_the_other(name: str) -> None:
+    n, leaf = 3 * 4096 + 100, 4096
+    codec_map = get_codec_map(name, None, [("w", (100, 100)), ("b", (n - 10_000,))]).by_leaf(leaf)
+    values = torch.randn(n, generator=torch.Generator().manual_seed(3))
+    whole = codec_map.contribution(0, n).encode(values)
+    starts = range(0, n, leaf)
+    leaves = [codec_map.contribution(at, min(at + leaf, n)).encode(values[at : at + leaf]) for at in starts]
+    assert torch.equal(whole, torch.cat(leaves)), "so the bytes do not depend on where chunks begin"
+    total, expected = torch.ones(n), torch.ones(n)
+    codec_map.contribution(0, n).accumulate(whole, total, 0.5)
+    for at, packed in zip(starts, leaves, strict=True):
+        codec_map.contribution(at, min(at + leaf, n)).accumulate(packed, expected[at : at + leaf], 0.5)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("name", ["int8", "float32", "topk"])
+def test_a_mean_by_leaf_is_the_mean_of_each_leaf(name: str) -> None:
+    n, leaf = 2 * 4096 + 64, 4096
+    codec_map = get_codec_map(name).by_leaf(leaf)
+    vectors = [torch.randn(n, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def mean(start: int, stop: int) -> Tensor:
+        one, codec = WeightedMean(stop - start), codec_map.contribution(start, stop)
+        for weight, vector in enumerate(vectors, 1):
+            one.add_packed(codec, codec.encode(vector[start:stop]), weight)
+        result = codec_map.result(start, stop, 3)
+        packed = torch.empty(result.packed_bytes(stop - start), dtype=torch.uint8)
+        one.encode(result, 6.0, torch.empty(stop - start), packed)
+        return packed
+
+    assert torch.equal(mean(0, n), torch.cat([mean(at, min(at + leaf, n)) for at in range(0, n, leaf)]))

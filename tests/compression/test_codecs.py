@@ -107,6 +107,17 @@ def test_bytes_and_what_was_lost_go_where_one_likes(codec: Codec) -> None:
         assert same_bits(residual, kept[1])
 
 
+def test_what_was_lost_may_go_to_the_very_memory_of_the_residual(codec: Codec) -> None:
+    for n in (*SIZES, MANY):
+        values, lost, residual = gaussian(n), gaussian(n, 1) * 0.3, gaussian(n + 16, 1) * 0.3
+        residual[:n] = lost
+        kept = values.clone()
+        expected = codec.encode_residual(values, lost)
+        assert torch.equal(codec.encode_residual(values, residual[:n], residual[:n]), expected)
+        assert same_bits(residual[:n], lost)
+        assert same_bits(values, kept)
+
+
 def test_the_residual_is_as_before_when_what_is_lost_goes_elsewhere(codec: Codec) -> None:
     values, residual = gaussian(MANY), gaussian(MANY, 1)
     values[-1] = math.inf

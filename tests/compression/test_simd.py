@@ -9,6 +9,9 @@ from shoal.compression.blockwise import Blockwise, Summand
 from shoal.compression.scratch import empty_aligned
 
 _LINE = 16
+OFFSETS = [0, 1, 8, 15]
+CODECS = [blockwise(8), blockwise(8, 6), blockwise(8, 8192), blockwise(4), blockwise(8, 100, 3)]
+SIZES = [1, 15, 17, 4096, 4097, 3 * 8192 + 5]
 pytestmark = needs_numba
 
 
@@ -18,11 +21,9 @@ def place(n: int, off: int) -> Tensor:
     return room[-(room.data_ptr() // 4) % _LINE + off :][: n + 2]
 
 
-@pytest.mark.parametrize("off", [0, 1, 8, 15])
-@pytest.mark.parametrize(
-    "codec", [blockwise(8), blockwise(8, 6), blockwise(8, 8192), blockwise(4), blockwise(8, 100, 3)]
-)
-@pytest.mark.parametrize("n", [1, 15, 17, 4096, 4097, 3 * 8192 + 5])
+@pytest.mark.parametrize("off", OFFSETS)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("n", SIZES)
 def test_what_is_lost_is_written_to_its_place_alone(n: int, codec: Blockwise, off: int) -> None:
     values, residual = gaussian(n, 1), gaussian(n, 2)
     with use("torch"):
@@ -32,12 +33,25 @@ def test_what_is_lost_is_written_to_its_place_alone(n: int, codec: Blockwise, of
     with use("numba"):
         assert torch.equal(codec.encode_residual(values, residual, room[1:-1]), packed)
         assert same_bits(room[1:-1], expected)
-        mean_room, mean_packed = place(n, off), torch.empty_like(packed)
-        codec.encode_mean([Summand(1.0, values=(values, residual))], (1.0, 1.0), mean_room[1:-1], mean_packed)
-    assert torch.equal(mean_room[1:-1], expected)
-    assert torch.equal(mean_packed, packed)
-    for one in (room, mean_room):
-        assert bool(one[0].isnan() and one[-1].isnan()), "a neighbour was overwritten"
+    assert bool(room[0].isnan() and room[-1].isnan()), "a neighbour was overwritten"
+
+
+@pytest.mark.parametrize("off", OFFSETS)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("n", SIZES)
+def test_what_a_mean_loses_is_written_to_its_place_alone(n: int, codec: Blockwise, off: int) -> None:
+    summands = [Summand(weight, codec.encode(gaussian(n, seed))) for seed, weight in enumerate([1.0, 3.0])]
+    with use("torch"):
+        total, expected = torch.zeros(n), torch.empty(n)
+        for one in summands:
+            codec.accumulate(one.packed, total, one.weight)
+        packed = codec.encode_residual(total / 4.0, torch.zeros(n), expected)
+    room, written = place(n, off), torch.empty_like(packed)
+    with use("numba"):
+        assert codec.encode_mean(summands, 4.0, room[1:-1], written) is not None
+    assert same_bits(room[1:-1], expected)
+    assert torch.equal(written, packed)
+    assert bool(room[0].isnan() and room[-1].isnan()), "a neighbour was overwritten"
 
 
 @pytest.mark.parametrize("n", [1, 1000, 3_000_000])

@@ -1,7 +1,7 @@
 """Members of one exchange on the in-memory network, without a coordinator."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,12 @@ from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.range_reader import TensorReader
 from shoal.swarm.averaging.allreduce import AllReduce, ExchangeResult
-from shoal.swarm.averaging.results import HeldResults, ResultStore
+from shoal.swarm.averaging.buffer_pool import BufferPool
+from shoal.swarm.averaging.contribution import EncodedContribution, encode_leaves
+from shoal.swarm.averaging.leaf_grid import LeafGrid
+from shoal.swarm.averaging.results import HeldResults, ResultStore, RoundMean
 from shoal.swarm.averaging.round_feedback import settle
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.rounds import RoundPlan
@@ -35,7 +39,7 @@ class Side:
         self.outcome = await self.exchange.run()
 
     async def commit(self) -> Tensor:
-        mean = self.store.mean()
+        mean = RoundMean(self.store).whole()
         await self.exchange.close()
         settle(self.exchange, keep=True)
         return mean
@@ -48,25 +52,35 @@ def make_sides(
     feedbacks: Sequence[ErrorFeedback] | None = None,
     was_away: Callable[[float], bool] = lambda since_s: False,
     scale: float = 1.0,
+    brought_by: Mapping[int, Tensor] | None = None,
 ) -> list[Side]:
-    """``plan``: members that claim nothing in it claim what they bring, which is about ``scale`` large."""
+    """``plan``: members that claim nothing in it claim what they bring, which is about ``scale`` large, or as
+    ``brought_by`` says."""
     elements, sides = plan.parts[-1].stop, []
     draws = [torch.Generator().manual_seed(100 * plan.round + index) for index in range(len(plan.members))]
     contributions = [torch.randn(elements, generator=draw) * scale for draw in draws]
+    for member, brought in (brought_by or {}).items():
+        contributions[member] = brought
     feedbacks = feedbacks or [ErrorFeedback(elements) for _ in contributions]
     for feedback, brought in zip(feedbacks, contributions, strict=True):
-        feedback.begin(brought.clone())
+        feedback.begin(TensorReader(brought.clone()))
     claims = [
-        member.norms or honest(torch.add(*feedback.summands(0, elements)))
-        for member, feedback in zip(plan.members, feedbacks, strict=True)
+        member.norms or honest(brought + feedback.residual)
+        for member, feedback, brought in zip(plan.members, feedbacks, contributions, strict=True)
     ]
     plan = claiming(plan, claims, [member.factor for member in plan.members])
-    for member, feedback, brought in zip(plan.members, feedbacks, contributions, strict=True):
+    grid = LeafGrid(elements, get_codec_map(codec))
+    encoded = [
+        EncodedContribution(grid, encode_leaves(one, grid, range(grid.leaves), BufferPool())) for one in feedbacks
+    ]
+    members = [member.model_copy(update={"root": one.root}) for member, one in zip(plan.members, encoded, strict=True)]
+    plan = plan.model_copy(update={"members": tuple(members)})
+    for member, feedback, contribution, brought in zip(members, feedbacks, encoded, contributions, strict=True):
         store = ResultStore(plan, get_codec_map(codec))
         endpoint = network.endpoints.get(member.peer) or network.endpoint(member.peer)
         endpoint.publish(store.blob, store)
         endpoint.publish(store.held, HeldResults(store))
-        exchange = AllReduce(endpoint, store, member.peer, feedback, Deadlines(PATIENCE_S), was_away)
+        exchange = AllReduce(endpoint, store, member.peer, feedback, contribution, Deadlines(PATIENCE_S), was_away)
         sides.append(Side(store, feedback, exchange, brought))
     return sides
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from shoal.compression.codec_map import CodecMap
 from shoal.swarm.averaging.chunk_header import Group
+from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.coordinator.round_plan import chunk_elements, plan_grid
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 
@@ -45,7 +46,7 @@ def sent_bytes(plan: RoundPlan, codec_map: CodecMap) -> list[int]:
         row_reducers = plan.row_reducers(part) or (part.owner,)
         for start in range(part.start, part.stop, plan.chunk_elements):
             stop = min(start + plan.chunk_elements, part.stop)
-            contribution = codec_map.contribution(start, stop).packed_bytes(stop - start)
+            contribution = LeafGrid(plan.parts[-1].stop, codec_map).chunk_bytes(start, stop)
             result = group.result_bytes(codec_map.result(start, stop, len(group.members)), stop - start)
             for row, row_reducer in enumerate(row_reducers):
                 those = group.row(row)

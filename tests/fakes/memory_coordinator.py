@@ -310,19 +310,22 @@ class MemoryNode:
         self.control = _Control(channel)
         self._endpoint = endpoint
         self._rosters: dict[int, set[str]] = {}
+        self._keys: dict[int, set[bytes]] = {}
 
     def update_roster(self, roster: tuple[RosterEntry, ...], scope: int = 0) -> None:
         self._rosters[scope] = {entry.peer for entry in roster}
+        self._keys[scope] = {entry.certificate.curve_key for entry in roster}
         self._endpoint.roster = set().union(*self._rosters.values())
 
     def leave(self, scope: int) -> None:
         self.control.leave(scope)
         self._endpoint.leave(scope)
         self._rosters.pop(scope, None)
+        self._keys.pop(scope, None)
         self._endpoint.roster = set().union(*self._rosters.values())
 
     def knows_key(self, key: bytes) -> bool:
-        return True
+        return any(key in keys for keys in self._keys.values())
 
 
 def make_client(

@@ -42,7 +42,7 @@ class StatefulMember(SimMember):
 
     async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
         run = self.client.run_file
-        self.steps = RoundApplier(run, [TensorSpec(name="w", shape=(self.elements,), dtype="float32")])
+        self.steps = RoundApplier(run, [TensorSpec(name="w", shape=(self.elements,))])
         records = RoundRecords(self.folder / self.peer / RECORDS, RecordOwner(run.hash, self.client.coordinator_key))
         self.keeper = RecordArchive(records, self.endpoint, tasks, 0, lambda: None)
         await self.keeper.start()
@@ -64,7 +64,7 @@ class StatefulMember(SimMember):
     async def average(self, contribution: Tensor) -> RoundOutcome:
         outcome = await super().average(contribution)
         if isinstance(outcome, Committed):
-            self.hold_state(self.steps.apply(self.state, outcome.verdict, outcome.mean))
+            self.hold_state(self.steps.apply(self.state.copy(), outcome.verdict, outcome.mean))
         return outcome
 
     def hold_state(self, state: AnchorState) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,8 @@ from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
 
 from shoal.compression.codec_map import CodecMap
-from shoal.compression.norms import norms_of
+from shoal.compression.range_reader import TensorReader
 from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.norm_claims import ranges
 from shoal.swarm.averaging.outcome import Aborted, Committed, RoundOffer, RoundOutcome
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.protocol.messages import (
@@ -109,7 +108,7 @@ class SimMember:
 
     async def join(self, tasks: asyncio.TaskGroup) -> None:
         await self.client.join()
-        layout = (TensorSpec(name="w", shape=(self.elements,), dtype="float32"),)
+        layout = (TensorSpec(name="w", shape=(self.elements,)),)
         model = PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=bytes(32), tokens_per_sample=1)
         await self.client.ask(model, CoordinatorToPeerModelAccepted)
         self.averager = await self._make_averager(tasks)
@@ -181,8 +180,7 @@ class SimMember:
             round=self.round,
             anchor_version=self.version,
             state_digest=self.digest,
-            contribution=contribution.clone(),
-            norms=norms_of(contribution, ranges(self.elements)),
+            contribution=TensorReader(contribution.clone()),
             weight_tokens=count(self.done),
             ranges=to_wire(self.done),
             loss=None,
@@ -200,7 +198,7 @@ class SimMember:
         outcome = await self.averager.average(self.offer(contribution))
         match outcome:
             case Committed():
-                self.apply(outcome.mean)
+                self.apply(outcome.mean.whole())
                 self.version = outcome.verdict.anchor_version
                 if outcome.included:
                     self.done = []
@@ -270,8 +268,8 @@ async def swarm(
                 task.cancel()
 
 
-async def together(*plays: "asyncio.Future[RoundOutcome] | object") -> list[RoundOutcome]:
+async def together(*plays: Coroutine[Any, Any, RoundOutcome]) -> list[RoundOutcome]:
     """Run all at once; return their outcomes in order."""
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(play) for play in plays]  # type: ignore[arg-type]
+        running = [tasks.create_task(play) for play in plays]
     return [task.result() for task in running]

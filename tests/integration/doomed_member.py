@@ -15,6 +15,7 @@ from typing import Any
 
 from slow_member import slow_down
 
+from shoal.peer.checkpoints.state_files import PlainStateFiles
 from shoal.peer.checkpoints.store import CheckpointStore, round_of
 from shoal.peer.checkpoints.writer import CheckpointWriter
 from shoal.peer.cli.main import main
@@ -24,7 +25,7 @@ from shoal.peer.state_transfer.donor import StateSource
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.contribution import ContributionSource
-from shoal.swarm.averaging.reduction import ReducedChunk, Reduction
+from shoal.swarm.averaging.reduction import ChunkCollector, ReducedChunk, Reduction
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 
@@ -70,13 +71,14 @@ def serving(doom: Doom) -> None:
 
 def reducing(doom: Doom) -> None:
     """Kill itself as an owner, when a chunk is complete and about to be reduced."""
-    real = Reduction._reduce
+    real = Reduction._make
 
-    def reduce(self: Any, *rest: Any) -> ReducedChunk:
+    async def make(self: Any, collector: ChunkCollector, index: int) -> ReducedChunk:
+        await collector.wait_complete(index)
         doom.comes_to(self.context.store.plan.round)
-        return real(self, *rest)
+        return await real(self, collector, index)
 
-    Reduction._reduce = reduce  # type: ignore[method-assign]
+    Reduction._make = make  # type: ignore[method-assign]
 
 
 def exchanged(doom: Doom) -> None:
@@ -115,13 +117,13 @@ def reported(doom: Doom) -> None:
 
 def applying(doom: Doom) -> None:
     """Kill itself when the verdict is known and the outer step is about to be made."""
-    real = TrainingReplica._apply
+    real = TrainingReplica._step
 
-    def apply(self: Any, outcome: Any) -> None:
+    async def step(self: Any, exchange: Any, state: Any, outcome: Any) -> Any:
         doom.comes_to(outcome.verdict.round)
-        real(self, outcome)
+        return await real(self, exchange, state, outcome)
 
-    TrainingReplica._apply = apply  # type: ignore[method-assign]
+    TrainingReplica._step = step  # type: ignore[method-assign]
 
 
 def sharing(doom: Doom) -> None:
@@ -129,8 +131,7 @@ def sharing(doom: Doom) -> None:
     real = StateSource.chunk
 
     async def chunk(self: Any, index: int) -> memoryview:
-        versions = self._donor._sources.items()
-        doom.comes_to(next((version for version, sources in versions if self in sources), -1))
+        doom.comes_to(self._offered.state.version)
         return await real(self, index)
 
     StateSource.chunk = chunk  # type: ignore[method-assign]
@@ -151,18 +152,28 @@ def fetching(doom: Doom) -> None:
 
 
 def _on_file(doom: Doom, *, before: bool) -> None:
-    real = CheckpointWriter._write_file
+    def number_of(one: Any) -> int:
+        return int(one._folder.name.split("-")[1])
 
-    def write(self: Any, name: str, pieces: Any) -> Any:
-        number = int(self._folder.name.split("-")[1])
-        if before:
-            doom.comes_to(number)
-        entry = real(self, name, pieces)
-        if not before:
-            doom.comes_to(number)
-        return entry
+    def around(kind: type, begin: str, end: str) -> None:
+        real_begin, real_end = getattr(kind, begin), getattr(kind, end)
 
-    CheckpointWriter._write_file = write  # type: ignore[method-assign]
+        def begun(self: Any, *rest: Any) -> Any:
+            if before:
+                doom.comes_to(number_of(self))
+            return ended(self, *rest) if begin == end else real_begin(self, *rest)
+
+        def ended(self: Any, *rest: Any) -> Any:
+            entry = real_end(self, *rest)
+            if not before:
+                doom.comes_to(number_of(self))
+            return entry
+
+        setattr(kind, end, ended)
+        setattr(kind, begin, begun)
+
+    around(CheckpointWriter, "_write_file", "_write_file")
+    around(PlainStateFiles, "_begin", "_finish")
 
 
 def saving(doom: Doom) -> None:

@@ -269,7 +269,7 @@ class Host(Process):
 
     def start(self) -> None:
         super().start()
-        self.says("Invite", START_S)
+        self.says("Invite  (", START_S)
         self.invite = (self.state / "invite.txt").read_text().strip()
 
     def journal_events(self) -> list[JournalEvent]:
@@ -446,9 +446,11 @@ def finish(host: Host, members: Sequence[Member]) -> list[VerdictGiven]:
 
 
 def invite_with(invite: str, **changes: Any) -> str:
-    """Return the invite with other parts: ``host``, ``port``, ``addresses``, ``run``, ``key``, ``run_hash``."""
+    """Return the invite with other parts: ``host``, ``port``, ``addresses``, ``run``, ``key``, ``run_hash``,
+    ``token``."""
     parts = Invite.parse(invite)
     address, *others = parts.addresses
     first = Address(host=changes.pop("host", address.host), control_port=changes.pop("port", address.control_port))
     same = {"addresses": (first, *others), "run": parts.run, "key": parts.key, "run_hash": parts.run_hash}
+    same |= {"token": parts.token}
     return str(Invite(**same | changes))

@@ -37,14 +37,15 @@ def hidden(member: Member) -> set[Path]:
     return {path for path in (member.folder / "state").glob("**/checkpoints/.*") if path.is_dir()}
 
 
-# anchor, outer, the peer's own, verdicts, manifest: in this order.
+# The peer's own while the round is averaged, then the residual, anchor, outer, verdicts, manifest: in this order.
 @pytest.mark.parametrize(
     "deaths",
     [
-        ["saving 1", "saved 1", "saving 3", "saved 3"],
-        ["saving 5", "saved 5", "named 1", "retiring 1"],
+        ["saving 1", "saved 1", "saving 2", "saved 2"],
+        ["saving 4", "saved 4", "saving 5", "saved 5"],
+        ["saving 6", "saved 6", "named 1", "retiring 1"],
     ],
-    ids=["files", "end"],
+    ids=["own", "state", "end"],
 )
 def test_a_member_is_killed_as_it_saves(swarm: Swarm, deaths: list[str]) -> None:
     host = swarm.host(run_toml(codec="int2"))  # rounds of few bytes: whoever missed some does not fetch a state instead

@@ -26,7 +26,7 @@ STILL = (sys.executable, str(HERE / "slow_member.py"), "3600")
 TRIES = 4
 """Joiners until one asks the doomed donor for a second chunk; mostly the first does."""
 
-WIDTH = 256
+WIDTH = 352
 """The state has seven chunks. It is fetched where two rounds have no fewer bytes, so they go as float32."""
 
 

@@ -28,8 +28,10 @@ from shoal.peer.offline.replay import replay
 from shoal.peer.offline.verify import Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.coordinator.events import InScope, MemberLost, RoundPlanned, VerdictGiven
 from shoal.swarm.errors import RunEnded
+from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.sample_ranges import from_wire
 
 pytestmark = pytest.mark.integration
@@ -38,9 +40,6 @@ STAGES = 3
 ROUNDS = 5
 BATCH = 48
 CONTEXT = 16
-MEMORY = "10700K"
-"""Enough for two blocks of four, if they are computed again for the way back, and for nothing else."""
-
 TOML = f"""
 algorithm = "virtual_batch"
 averaging.codec = "float32"
@@ -74,6 +73,12 @@ tokens = {BATCH * CONTEXT}
 max_s = 120
 patience_s = 4
 """
+
+
+BLOCK_BYTES = 213_504
+"""Size of a block's parameters in float32."""
+MEMORY = f"{2.1 * BLOCK_BYTES * account_of(parse_run_file(TOML)).demand().shared + 520_000:.0f}"
+"""Enough for two blocks of four, if they are computed again for the way back, and for nothing else."""
 
 
 def launcher(step: str = "never", times: int = 1, armed: Path | None = None) -> Sequence[str]:

@@ -25,6 +25,7 @@ from shoal.swarm.errors import (
     CorpusError,
     InviteError,
     ModelMismatch,
+    NotAdmitted,
     ProtocolMismatch,
     ShoalError,
     UnknownRun,
@@ -99,7 +100,8 @@ def test_strangers(swarm: Swarm) -> None:
             (wrong_key, WrongKey, "does not hold the key"),
             (invite_with(host.invite, run="lagoon"), UnknownRun, "hosts the run 'reef', not 'lagoon'"),
             (invite_with(host.invite, port=free_port()), Unreachable, "nothing answers at 127.0.0.1"),
-            (host.invite[:-1], InviteError, "run= is missing or cut off"),
+            (host.invite[:-1], InviteError, "t= is cut off"),
+            (invite_with(host.invite, token=b""), NotAdmitted, "who has an invite with a token"),
             (host.invite.partition("&")[0], InviteError, "is missing or cut off"),
             (host.invite.partition("?")[0], InviteError, "is missing or cut off"),
             (invite_with(host.invite, port=http_port), Unreachable, "127.0.0.1"),
@@ -171,6 +173,6 @@ patience_s = 4
     narrow.says("synced", START_S)
     wide = swarm.command("wide", *loop("wide", 32))
     assert wide.exit_code(START_S) == ModelMismatch.exit_code, wide.tail()
-    assert "parameter 0 is 0.weight [32, 8] float32 here, 0.weight [16, 8] float32 in the run" in wide.text()
+    assert "parameter 0 is 0.weight [32, 8] here, 0.weight [16, 8] in the run" in wide.text()
     narrow.says("committed")
     assert narrow.running

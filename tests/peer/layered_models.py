@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from tests.fakes.gradients import take_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.compression.range_reader import whole_vector
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader
@@ -75,7 +77,7 @@ def batch_of(data: Samples, start: int, stop: int) -> Tensor:
 def mean_gradient(recipe: LayeredAndWhole, model: nn.Module, batch: Tensor) -> Tensor:
     """In one piece, by plain autograd: (n,) float32."""
     recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-    return ParameterVector(model).take_gradients()
+    return take_gradients(ParameterVector(model))
 
 
 class Line:
@@ -136,7 +138,7 @@ class Line:
         for peer, stages in enumerate(self.peers):
             for stage in stages:
                 weight = self.weights.get((peer, stage.number), 0)
-                contribution = stage.work.contribution(ParameterVector(stage.model).read())
+                contribution = whole_vector(stage.work.contribution(whole_vector(ParameterVector(stage.model))))
                 sums[stage.number] = sums.get(stage.number, 0) + contribution * weight
                 samples[stage.number] = samples.get(stage.number, 0) + weight
         return [sums[number] / samples[number] for number in range(self.stages)]
@@ -146,8 +148,8 @@ class Line:
         found: dict[int, Tensor] = {}
         for stages in self.peers:
             for stage in stages:
-                anchor = found.setdefault(stage.number, ParameterVector(stage.model).read())
-                assert torch.equal(anchor, ParameterVector(stage.model).read())
+                anchor = found.setdefault(stage.number, whole_vector(ParameterVector(stage.model)))
+                assert torch.equal(anchor, whole_vector(ParameterVector(stage.model)))
         return [found[number] for number in range(self.stages)]
 
     def restart(self, anchors: Sequence[Tensor]) -> None:
@@ -160,4 +162,4 @@ class Line:
     def _sent(self, tensor: Tensor) -> Tensor:
         return self._staging.unpack_received(
             self._staging.pack_result(ComputedTensor.on_current_stream(tensor)), TensorHeader.of(tensor)
-        )
+        )[0]

@@ -28,7 +28,7 @@ class Keeper:
     def _kept(self) -> list[Any]:
         return [SimpleNamespace(anchor_version=one.version, digest=one.digest) for one in self._states]
 
-    def find(self, version: int, digest: bytes | None) -> Any:
+    def find(self, version: int, digest: bytes | None, *, with_own: bool) -> Any:
         self.reads += 1
         fitting = [one for one in self._states if one.version == version and digest in (None, one.digest)]
         found = [*fitting, *self._states]

@@ -9,6 +9,7 @@ import torch
 from shoal.peer.state_transfer.acquire import LocalCandidates, acquire_state
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import LinkError
+from shoal.swarm.protocol.types import KeptState
 
 
 def state_of(version: int, branch: int = 0) -> AnchorState:
@@ -130,3 +131,46 @@ def test_a_wrong_state_that_was_caught_up_is_replaced() -> None:
     own = LocalCandidates(None, lambda: state_of(0), Records(last=2), is_first=True)
     assert agree(holder, own, catch_up).digest == state_of(5).digest
     assert holder.fetched == [5]
+
+
+def test_rounds_that_were_applied_before_an_error_count() -> None:
+    """They were applied in the memory of the state from before, which is there no more."""
+    holder, asked = Holder(5), []
+
+    async def catch_up(state: AnchorState) -> AnchorState:
+        asked.append(state.version)
+        if state.version == 3:
+            return state_of(5)
+        mean = torch.ones(state.elements)
+        state.step(3, [(0, state.elements, mean)], lambda values, piece: values[0].add_(piece))
+        raise LinkError("the next round is not to be had now")
+
+    async def fetch(wanted: Any) -> AnchorState:
+        raise LinkError("nobody serves it now")
+
+    holder.fetch = fetch  # type: ignore[method-assign]
+    own = LocalCandidates(None, lambda: state_of(0), Records(last=2), is_first=True)
+    assert agree(holder, own, catch_up).version == 5
+    assert asked == [2, 3]
+
+
+def test_what_was_read_is_freed_before_a_state_is_fetched() -> None:
+    holder = Holder(5)
+    own = LocalCandidates(None, lambda: state_of(0), Records(last=2), is_first=True)
+
+    async def catch_up(state: AnchorState) -> AnchorState:
+        raise LinkError("for the test")
+
+    async def fetch(wanted: Any) -> AnchorState:
+        assert own.newest is None
+        assert own._rolled is not None
+        assert not own._rolled.is_current
+        return state_of(5)
+
+    holder.fetch = fetch  # type: ignore[method-assign]
+    assert agree(holder, own, catch_up).version == 5
+    assert own.kept_states()[1:] == (
+        KeptState(anchor_version=2, digest=state_of(2).digest),
+        KeptState(anchor_version=0, digest=state_of(0).digest),
+    ), "it can be computed again"
+    assert own.find(2, state_of(2).digest) is not None

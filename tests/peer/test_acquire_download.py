@@ -7,24 +7,33 @@ from typing import Any
 import pytest
 import torch
 from tests.fakes.memory_network import MemoryNetwork, UplinkNetwork
+from tests.fakes.outer_steps import TensorMean
 from tests.fakes.virtual_clock import now_s, run_virtual
 
-from shoal.peer.state_transfer.acquire import CatchUp, CurrentDownload, acquire_state
+from shoal.peer.state_transfer.acquire import CatchUp, CurrentDownload, LocalCandidates, acquire_state
+from shoal.peer.state_transfer.chunk_format import RAW
 from shoal.peer.state_transfer.donor import StateDonor
 from shoal.peer.state_transfer.partial_state import PartialState, WantedState, state_on_disk
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import LinkError, RunEnded
 
-SIZE = 2**19
-"""Elements of each row: the state has four chunks."""
+SHAPE = (1, 2**20)
+"""The state has four chunks of 1 MiB."""
 
-SHAPE = (2, SIZE)
 SLOW_BPS = 4.2e6
 """A chunk takes two seconds, the state four: two come at a time."""
 
 
 def make_state(version: int) -> AnchorState:
     return AnchorState.of(torch.full(SHAPE, float(version)), version)
+
+
+def stepped(state: AnchorState, version: int) -> AnchorState:
+    """The state of a later version, in the same memory."""
+    while state.version < version:
+        mean = TensorMean(torch.ones(SHAPE[1]), 2**17)
+        state = state.step(state.version + 1, mean.pieces(), lambda values, piece: values.add_(piece))
+    return state
 
 
 STATES = [make_state(version) for version in range(6)]
@@ -39,20 +48,22 @@ class World:
 
     def __init__(self, version: int, folder: Path, network: MemoryNetwork | None = None) -> None:
         self.network = network or MemoryNetwork()
-        self.donor = StateDonor(self.network.endpoint("donor"), 20.0)
+        self.donor = StateDonor(self.network.endpoint("donor"), 20.0, folder=folder / "serving")
+        self.state = STATES[version].copy()
         self.view = SimpleNamespace(anchor_version=-1, state_digest=None, phase="training")
         self.client: Any = self
         self.held: list[int] = []
         self.told = 0
         self.caught_up: list[int] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.folder = folder
-        self.download = CurrentDownload(self.network.endpoint("me"), lambda: ["donor"], 12.0, folder, self.report)
+        self.folder = folder / "incoming"
+        self.download = CurrentDownload(self.network.endpoint("me"), lambda: ["donor"], 12.0, self.folder, self.report)
         self.move_on(version)
 
     def move_on(self, version: int) -> None:
-        self.donor.offer(STATES[version])
-        self.view = SimpleNamespace(anchor_version=version, state_digest=STATES[version].digest, phase="training")
+        self.state = stepped(self.state, version)
+        self.donor.offer(self.state)
+        self.view = SimpleNamespace(anchor_version=version, state_digest=self.state.digest, phase="training")
 
     async def wait_for(self, predicate: Any, timeout_s: float) -> Any:
         await asyncio.sleep(timeout_s)
@@ -75,17 +86,18 @@ class World:
 
     async def catch_up(self, state: AnchorState) -> AnchorState:
         self.caught_up.append(state.version)
-        return STATES[self.view.anchor_version]
+        return stepped(state, self.view.anchor_version)
 
     @property
     def fetched(self) -> list[int]:
         return [fields["anchor_version"] for event, fields in self.events if event == "state_fetched"]
 
     async def agree(self, candidate: AnchorState | None = None, catch_up: CatchUp | None = None) -> AnchorState:
-        own: Any = SimpleNamespace(find=lambda version, digest: candidate, newest=candidate, kept_states=lambda: ())
+        own = LocalCandidates(None, None, lambda state, _: state, is_first=False)
+        own.earlier = candidate
         found = await acquire_state(self, own, SHAPE, self.download, catch_up)
         assert (found.version, found.digest) == (self.view.anchor_version, self.view.state_digest)
-        assert torch.equal(found.values, STATES[found.version].values)
+        assert torch.equal(found.values, torch.full(SHAPE, float(found.version)))
         assert self.held[-1] == found.version
         assert not list(self.folder.glob("*")), "no file is left of a state that is held"
         return found
@@ -112,7 +124,7 @@ def begin(folder: Path, state: AnchorState, *chunks: int) -> None:
     partial.learn_digests(state.chunk_digests)
     partial.unwritten.extend(chunks)
     for chunk in chunks:
-        data = memoryview(state.values.numpy().tobytes())[chunk * 2**20 : (chunk + 1) * 2**20]
+        data = memoryview(state.values[:, chunk * 2**18 : (chunk + 1) * 2**18].numpy().tobytes())
         assert partial.put(chunk, data)
         partial.write_next()
     partial.close()
@@ -121,7 +133,8 @@ def begin(folder: Path, state: AnchorState, *chunks: int) -> None:
 def test_a_candidate_that_is_the_run_s_is_taken(tmp_path: Path) -> None:
     async def main() -> None:
         world = World(2, tmp_path)
-        assert await world.agree(STATES[2]) is STATES[2]
+        mine = STATES[2].copy()
+        assert await world.agree(mine) is mine
         assert world.fetched == []
 
     run(main())
@@ -142,6 +155,30 @@ def test_what_was_seen_first_is_fetched_to_its_end_and_caught_up(tmp_path: Path)
         await moving_on(world, world.catch_up)
         assert world.fetched == [1]
         assert world.caught_up == [1]
+
+    run(main())
+
+
+def test_a_joiner_finishes_although_rounds_are_faster_than_its_download_and_never_stop(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(1, tmp_path, UplinkNetwork(SLOW_BPS))
+
+        async def slow_catch_up(state: AnchorState) -> AnchorState:
+            newest = world.view.anchor_version
+            world.caught_up.append(state.version)
+            await asyncio.sleep(0.1 * (newest - state.version))  # while which the run goes on
+            return stepped(state, newest)
+
+        joining = asyncio.ensure_future(world.agree(None, slow_catch_up))
+        while not joining.done():
+            assert now_s() < 60.0, "it never ends"
+            await asyncio.sleep(0.5)
+            world.move_on(world.view.anchor_version + 1)
+        await joining
+        assert world.fetched == [1], "one version, to its end"
+        assert len(world.caught_up) > 1, "and the rounds since"
+        sent = [step.chunk for step in world.network.log if step.blob.kind == "state"]
+        assert sorted(sent) == [0, 1, 2, 3]
 
     run(main())
 
@@ -172,10 +209,11 @@ def test_rounds_that_lead_astray_are_no_way_to_the_run_s_state(tmp_path: Path) -
 
 
 def test_the_file_of_an_older_version_counts_with_rounds_to_catch_up_by(tmp_path: Path) -> None:
-    begin(tmp_path, STATES[2], 0, 3)
+    begin(tmp_path / "incoming", STATES[2], 0, 3)
 
     async def main() -> None:
         world = World(2, tmp_path)
+        world.network.endpoints["donor"].blobs[RAW.blob(2)].begin_reading(b"another joiner")  # type: ignore[attr-defined]
         world.move_on(3)
         await world.agree(None, world.catch_up)
         assert (world.fetched, world.caught_up) == ([2], [2])
@@ -187,7 +225,7 @@ def test_the_file_of_an_older_version_counts_with_rounds_to_catch_up_by(tmp_path
 
 @pytest.mark.parametrize("has_rounds", [False, True])
 def test_the_file_of_a_version_that_nobody_serves_goes(tmp_path: Path, has_rounds: bool) -> None:
-    begin(tmp_path, STATES[1], 0, 3)
+    begin(tmp_path / "incoming", STATES[1], 0, 3)
 
     async def main() -> None:
         world = World(4, tmp_path)
@@ -204,7 +242,7 @@ def test_the_newest_is_waited_for_with_what_has_come_of_it(tmp_path: Path) -> No
         await asyncio.sleep(2.5)
         world.network.kill("donor")
         await asyncio.sleep(60.0)
-        assert state_on_disk(tmp_path) == wanted_of(STATES[1])
+        assert state_on_disk(world.folder) == wanted_of(STATES[1])
         assert world.told, "the others hear what this member could go back to"
         world.donor = StateDonor(world.network.endpoint("donor"), 5.0)
         world.move_on(1)
@@ -222,7 +260,7 @@ def test_the_same_trouble_is_told_once(tmp_path: Path, caplog: pytest.LogCapture
 
     async def main() -> None:
         world = World(0, tmp_path)
-        state, tries = STATES[0], 0
+        state, tries = STATES[0].copy(), 0
 
         async def fetch() -> AnchorState:
             nonlocal tries
@@ -248,7 +286,7 @@ def test_a_donor_that_had_another_state_is_asked_again_when_there_is_nobody_else
         await asyncio.sleep(60.0)
         refusals = [fields["donor"] for event, fields in world.events if event == "donor_refused"]
         assert 2 <= len(refusals) <= 4, "named, and not asked all the time"
-        world.donor.offer(STATES[1])
+        world.donor.offer(STATES[1].copy())
         await joining
 
     run(main())

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.fakes.gradients import take_gradients
+from tests.peer.checkpoints.making import MemorySource
 from tests.peer.layered_models import Key, Line, SquaredError, batch_of, gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.peer.checkpoints.local_state import SnapshotBuffers, local_state_tree
+from shoal.compression.range_reader import whole_vector
+from shoal.peer.checkpoints.local_state import LocalStateContent, SavedLocalState, local_state_tree
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.training.algorithms import AccumulatedGradient, PseudoGradient
-from shoal.peer.training.device import autocast, choose_device, describe_device, free_bytes, samples_that_fit
+from shoal.peer.training.device import (
+    MemoryLimits,
+    autocast,
+    choose_device,
+    describe_device,
+    free_bytes,
+    samples_that_fit,
+)
 from shoal.peer.training.inner_loop import InnerLoop, make_inner
 from shoal.peer.training.layers import layered_from_sequential
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.averaging.outcome import CarriedResidual
+from shoal.swarm.memory_account import MemoryDemand
 from shoal.swarm.protocol.run_file import InnerSection
 
 pytestmark = [
@@ -42,7 +52,7 @@ def test_parameters_go_to_the_device_and_back_bit_for_bit() -> None:
     vector = ParameterVector(make_model("cuda"))
     values = torch.randn(vector.elements)
     vector.write(values)
-    assert torch.equal(vector.read(), values)
+    assert torch.equal(whole_vector(vector), values)
 
 
 def test_micro_batches_give_the_gradient_of_the_batch() -> None:
@@ -52,7 +62,7 @@ def test_micro_batches_give_the_gradient_of_the_batch() -> None:
     found = InnerLoop(parts, loss_of, autocast(torch.device("cuda"), "float32"), 3).backward(batch)
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
     torch.testing.assert_close(
-        ParameterVector(parts).take_gradients(), ParameterVector(whole).take_gradients(), rtol=1e-4, atol=1e-6
+        take_gradients(ParameterVector(parts)), take_gradients(ParameterVector(whole)), rtol=1e-4, atol=1e-6
     )
 
 
@@ -63,7 +73,7 @@ def test_gradients_on_cuda_agree_with_the_cpu() -> None:
         work = AccumulatedGradient(ParameterVector(model))
         InnerLoop(model, loss_of, autocast(torch.device(device), "float32"), 8).backward(make_batch())
         work.step(8, 1.0)
-        contributions.append(work.contribution(torch.zeros(0)))
+        contributions.append(whole_vector(work.contribution(torch.zeros(0))))
     assert contributions[1].device.type == "cpu"
     torch.testing.assert_close(contributions[1], contributions[0], rtol=1e-3, atol=1e-5)
 
@@ -73,7 +83,7 @@ def test_bfloat16_training_moves_the_parameters_down_the_loss() -> None:
     assert device.type == "cuda"
     model = make_model("cuda")
     vector = ParameterVector(model)
-    anchor = vector.read()
+    anchor = whole_vector(vector)
     work = PseudoGradient(vector, make_inner(model, InnerSection(lr=1e-2)), 1.0)
     loop = InnerLoop(model, loss_of, autocast(device, "auto"), 8)
     losses = []
@@ -81,44 +91,50 @@ def test_bfloat16_training_moves_the_parameters_down_the_loss() -> None:
         losses.append(float(loop.backward(make_batch())))
         work.step(8, 1.0)
     assert losses[-1] < losses[0]
-    contribution = work.contribution(anchor)
+    contribution = whole_vector(work.contribution(anchor))
     assert contribution.device.type == "cpu"
     assert torch.isfinite(contribution).all()
     assert contribution.abs().max() > 0
     work.restart_from(anchor)
-    assert torch.equal(vector.read(), anchor)
+    assert torch.equal(whole_vector(vector), anchor)
 
 
 def test_memory_is_measured() -> None:
     device = torch.device("cuda")
     model = make_model("cuda")
-    room = free_bytes(device, model, None, 2)
+    room = free_bytes(device, model, MemoryLimits(), MemoryDemand(2.0, 2.0, 4.0))
     assert 0 < room < torch.cuda.get_device_properties(device).total_memory
     batch = make_batch().to(device)
-    assert samples_that_fit(model, lambda: loss_of(model, batch[:1]), 8, room) == 8
+    assert samples_that_fit(model, lambda samples: loss_of(model, batch[:samples]), 8, room) == 8
     assert describe_device("cuda").memory_bytes > 0
 
 
-def test_a_snapshot_waits_for_nobody_and_is_as_it_was_taken() -> None:
-    model, snapshots = make_model("cuda"), SnapshotBuffers()
+def test_an_optimizers_state_is_written_and_read_where_it_is() -> None:
+    model = make_model("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step() -> None:
         loss_of(model, make_batch().cuda()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
+    def moments() -> list[Tensor]:
+        return [one for state in optimizer.state.values() for one in state.values()]
+
     step()
-    carried = CarriedResidual(torch.ones(3), 1)
-    snapshots.copy(local_state_tree(optimizer, model, carried))
-    for _ in range(3):
-        expected = {name: one.cpu().clone() for name, one in optimizer.state[next(model.parameters())].items()}
-        own = snapshots.copy(local_state_tree(optimizer, model, carried))
+    for copies in (False, True):
+        content = LocalStateContent.of(local_state_tree(optimizer, model))
+        content.wait_for_device()
+        expected, held = [one.cpu().clone() for one in moments()], [one.data_ptr() for one in moments()]
+        if copies:
+            content = content.copy()
+            assert content.tensors["optimizer/state/0/exp_avg"].is_pinned()
+            step()
+        data = b"".join(map(bytes, content.pieces()))
         step()
-        own.wait()
-        for name, tensor in expected.items():
-            copy = own.tensors[f"optimizer/state/0/{name}"]
-            assert torch.equal(copy, tensor), name
-        assert own.tensors["optimizer/state/0/exp_avg"].is_pinned()
+        saved = SavedLocalState(MemorySource({"peer.safetensors": data}))
+        saved.restore(optimizer, model)
+        assert all(torch.equal(one.cpu(), two) for one, two in zip(moments(), expected, strict=True))
+        assert [one.data_ptr() for one in moments()] == held
 
 
 # Pipeline stages ------------------------------------------------------------------------------------------
@@ -130,7 +146,7 @@ def test_stages_on_cuda_have_the_gradient_of_the_whole(precision: str) -> None:
     batch = batch_of(recipe.training_data(), 0, 4)
     model = recipe.build_model(1).to(device)
     InnerLoop(model, recipe.loss, autocast(device, precision), 4).backward(batch)
-    expected = ParameterVector(model).take_gradients().cpu()
+    expected = take_gradients(ParameterVector(model)).cpu()
     for recompute in (False, True):
         line = Line(
             recipe,
@@ -167,6 +183,6 @@ def test_what_layers_draw_on_cuda_is_drawn_again() -> None:
         assert gradient is not None
         first.backward(key, gradient, {0})
         assert torch.equal(torch.cuda.get_rng_state(device), state)
-        contributions.append([one.contribution(torch.zeros(0)) for one in works])
+        contributions.append([whole_vector(one.contribution(torch.zeros(0))) for one in works])
     for one, other in zip(*contributions, strict=True):
         torch.testing.assert_close(one, other)

@@ -7,26 +7,28 @@ from typing import Any
 import pytest
 import torch
 from tests.fakes.memory_network import Fault, MemoryNetwork, Step, UplinkNetwork, at, changed, dripping, stalled
+from tests.fakes.outer_steps import TensorMean
 from tests.fakes.virtual_clock import now_s, run_virtual
 
 from shoal.peer.state_transfer.chunk_format import LOSSLESS
 from shoal.peer.state_transfer.donor import StateDonor
-from shoal.peer.state_transfer.download import MAX_CHUNKS_A_RUN, StateDownload
+from shoal.peer.state_transfer.download import MAX_RUN_BYTES, StateDownload
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, WantedState
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import LinkError, StorageError
 
-SIZE = 5 * 2**20
-"""Elements of each row: the state has forty chunks."""
+SIZE = 10 * 2**20
+"""Elements of the one row: the state has forty chunks of 1 MiB."""
 
 CHUNKS = 40
+MAX_CHUNKS_A_RUN = MAX_RUN_BYTES // 2**20
 PROGRESS_S = 3.0
 MBIT = 1e6
 
 
 def make_state(version: int = 3, seed: int = 0) -> AnchorState:
     generator = torch.Generator().manual_seed(seed)
-    return AnchorState.of(torch.randn(2, SIZE, generator=generator), version)
+    return AnchorState.of(torch.randn(1, SIZE, generator=generator), version)
 
 
 STATE = make_state()
@@ -34,7 +36,7 @@ OTHER = make_state(seed=9)
 
 
 def wanted_of(state: AnchorState) -> WantedState:
-    return WantedState(state.version, state.digest, (2, SIZE))
+    return WantedState(state.version, state.digest, (1, SIZE))
 
 
 class Joiner:
@@ -349,17 +351,21 @@ def test_while_one_donor_averages_the_other_serves() -> None:
 # Other versions, and the file ---------------------------------------------------------------------------------
 
 
-def test_the_run_moves_on_meanwhile() -> None:
+def test_the_run_moves_on_meanwhile(tmp_path: Path) -> None:
     async def main() -> None:
-        joiner = Joiner(UplinkNetwork(20 * MBIT), {"a": STATE})
+        state = STATE.copy()
+        joiner = Joiner(UplinkNetwork(20 * MBIT), {"a": state})
+        joiner.donors["a"].folder = tmp_path
         async with asyncio.TaskGroup() as tasks:
             fetching = tasks.create_task(joiner.fetch())
             for version in range(4, 12):
                 await asyncio.sleep(0.8)
-                joiner.donors["a"].offer(AnchorState(STATE.values, version, OTHER.digest, OTHER.chunk_digests))
+                mean = TensorMean(torch.ones(SIZE), 10**6)
+                state = state.step(version, mean.pieces(), lambda values, piece: values.add_(piece))
+                joiner.donors["a"].offer(state)
             assert not fetching.done()
-            assert joiner.donors["a"].versions == (3, 10, 11)
-            assert (await fetching).digest == STATE.digest
+            assert joiner.donors["a"].versions == (3, 11)
+            assert torch.equal((await fetching).values, STATE.values)
         assert joiner.sent() == {"a": CHUNKS}
 
     run_virtual(main())

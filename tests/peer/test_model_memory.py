@@ -1,5 +1,6 @@
 """Size of a model, found without building it, and refusals of models that do not fit."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,16 @@ from shoal.peer.recipes.model_memory import (
     check_layers_fit,
     check_model_fits,
     check_start_fits,
-    held_copies,
     outline_of,
 )
+from shoal.peer.training.device import MemoryLimits
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import DeviceError, RecipeError
-from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.memory_account import account_of
+from shoal.swarm.protocol.run_file import parse_run_file
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 RUN = parse_run_file('[run]\nname = "x"\n[recipe]\nname = "gpt"\n[round]\ntokens = 8\n')
-PIPELINE = parse_run_file(
-    'algorithm = "virtual_batch"\n[run]\nname = "x"\n[recipe]\nname = "gpt"\n[round]\ntokens = 8\n'
-    "[pipeline]\nmicro_batch = 1\n"
-)
 
 
 class Ways:
@@ -59,6 +57,7 @@ def test_the_outline_is_that_of_the_model(recipe: Any) -> None:
     model = recipe.build_model(1)
     found = outline_of(RUN, recipe, 2**30)
     assert found.trained == ParameterVector(model).elements
+    assert found.value_bytes == 4
     others = [*(one for one in model.parameters() if not one.requires_grad), *model.buffers()]
     assert found.other_bytes == sum(one.numel() * one.element_size() for one in others)
     if isinstance(recipe, GptRecipe):
@@ -126,7 +125,7 @@ def needs_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_recipe_that_needs_values_is_built_by_another_process(needs_values: Any) -> None:
     run, recipe = needs_values({"width": 50})
-    assert outline_of(run, recipe, 2**30) == ModelOutline(50_000, 0)
+    assert outline_of(run, recipe, 2**30) == ModelOutline(50_000, 200_000, 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no such limit")
@@ -142,20 +141,17 @@ def test_that_process_takes_no_more_than_is_allowed(needs_values: Any) -> None:
 # The account --------------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_takes_so_many_values() -> None:
-    assert held_copies(RUN, CPU) == pytest.approx(9.2)  # itself, gradient, AdamW's 2, anchor, momentum, averaging 3.2
-    assert held_copies(RUN, CUDA) == 4.0
-    assert held_copies(PIPELINE, CUDA) < held_copies(PIPELINE, CPU)
+DEMAND = account_of(RUN).demand()
 
 
 class Sized:
-    def __init__(self, elements: int) -> None:
-        self.build_model = lambda seed: nn.Linear(elements, 1, bias=False)
+    def __init__(self, elements: int, dtype: torch.dtype = torch.float32) -> None:
+        self.build_model = lambda seed: nn.Linear(elements, 1, bias=False, dtype=dtype)
 
 
-def fits(run: RunFile, elements: int, device: torch.device, limit_bytes: int | None) -> bool:
+def fits(recipe: Sized, device: torch.device, host_bytes: int | None = None, device_bytes: int | None = None) -> bool:
     try:
-        check_model_fits(run, Sized(elements), device, limit_bytes)  # type: ignore[arg-type]
+        check_model_fits(RUN, recipe, device, MemoryLimits(host_bytes, device_bytes))  # type: ignore[arg-type]
     except DeviceError:
         return False
     return True
@@ -171,32 +167,55 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_what_does_not_fit_is_refused() -> None:
-    of_one = 4 * 9.2
-    assert fits(RUN, int(7_200_000 / of_one), CPU, None)
-    assert not fits(RUN, int(7_200_000 / of_one) + 2, CPU, None)
-    assert fits(RUN, int(1_000_000 / of_one), CPU, 1_000_000)
-    assert not fits(RUN, int(1_000_000 / of_one) + 2, CPU, 1_000_000)
-    assert fits(RUN, int(9_000_000 / of_one), CPU, 9_000_000), "others may end their programs"
-    assert not fits(RUN, int(11_000_000 / of_one), CPU, 20_000_000), "there is no more than there is"
+    of_one = 4 * DEMAND.shared
+
+    def most(limit_bytes: int) -> tuple[Sized, Sized]:
+        return Sized(int(limit_bytes / of_one)), Sized(int(limit_bytes / of_one) + 2)
+
+    for usable, given in ((7_200_000, None), (1_000_000, 1_000_000), (9_000_000, 9_000_000), (10_000_000, 20_000_000)):
+        enough, more = most(usable)  # others may end their programs, and there is no more than there is
+        assert fits(enough, CPU, given)
+        assert not fits(more, CPU, given)
 
 
 @pytest.mark.usefixtures("machine")
-def test_beside_a_gpu_the_machine_needs_memory_too() -> None:
-    assert fits(RUN, 300_000, CUDA, 5_000_000)  # 4.8 MB there, 6.2 MB here
-    assert not fits(RUN, 300_000, CUDA, 4_000_000)
-    assert not fits(RUN, 400_000, CUDA, 9_000_000)  # 8.3 MB here
+def test_a_gpu_and_the_machine_beside_it_have_limits_of_their_own() -> None:
+    recipe = Sized(100_000)
+    device, host = int(400_000 * DEMAND.device), int(400_000 * DEMAND.host)
+    assert device < int(400_000 * DEMAND.shared) > host
+    assert fits(recipe, CUDA, host + 1, device + 1)
+    assert not fits(recipe, CUDA, host + 1, device - 1)
+    assert not fits(recipe, CUDA, host - 1, device + 1)
+
+
+@pytest.mark.usefixtures("machine")
+def test_parameters_of_low_precision_have_masters_beside_them() -> None:
+    device = int(400_000 * (0.5 + 1.0 + 1.0 + 2.0))
+    recipe = Sized(100_000, torch.bfloat16)
+    assert fits(recipe, CUDA, None, device + 1)
+    assert not fits(recipe, CUDA, None, device - 1)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_limit_of_a_gpu_is_refused_where_there_is_none() -> None:
+    with pytest.raises(DeviceError, match="limit that with --max-memory"):
+        check_model_fits(RUN, Sized(1), CPU, MemoryLimits(None, 1000))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("machine")
 def test_the_refusal_has_figures_and_says_what_helps() -> None:
+    values = DEMAND.shared
     with pytest.raises(DeviceError) as caught:
-        check_model_fits(RUN, Sized(10**12), CPU, 2**20)  # type: ignore[arg-type]
+        check_model_fits(RUN, Sized(2**28), CPU, MemoryLimits(2**20))  # type: ignore[arg-type]
     assert str(caught.value) == (
-        "the run's model has 1,000,000,000,000 parameters and takes 33.5 TiB here (9.2 float32 values for each "
-        "parameter), and --max-memory allows 1.0 MiB: allow more, take a machine with more memory, or give the run a "
-        "[pipeline], whose members hold a part of the model each"
+        f"the run's model has 268,435,456 parameters and takes {values:.1f} GiB of the memory of this machine "
+        f"({values:.1f} float32 values for each parameter), and --max-memory allows 1.0 MiB: allow more with "
+        f"--max-memory, take a machine with more memory, or give the run a [pipeline], whose members hold a part of "
+        f"the model each: {math.ceil(1024 * values):,} stages or more would fit"
     )
-    with pytest.raises(DeviceError, match=r"6\.9 MiB of the memory of this machine can be used"):
+    with pytest.raises(DeviceError, match=r"of the memory of cuda .*, and --max-device-memory allows 1\.0 MiB"):
+        check_model_fits(RUN, Sized(10**6), CUDA, MemoryLimits(None, 2**20))  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match=r"of this machine .*, and 6\.9 MiB of it can be used: end other programs"):
         check_start_fits(RUN, Sized(10**9))  # type: ignore[arg-type]
     check_start_fits(RUN, Sized(10**6))  # type: ignore[arg-type]
 
@@ -222,5 +241,5 @@ def test_buffers_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(model_memory, "memory_bytes", lambda device: 2**40)
     with pytest.raises(DeviceError):
-        check_model_fits(RUN, Buffered(), CPU, 4 * 10**6)  # type: ignore[arg-type]
-    check_model_fits(RUN, Buffered(), CPU, 4 * 10**6 + 1000)  # type: ignore[arg-type]
+        check_model_fits(RUN, Buffered(), CPU, MemoryLimits(4 * 10**6))  # type: ignore[arg-type]
+    check_model_fits(RUN, Buffered(), CPU, MemoryLimits(4 * 10**6 + 1000))  # type: ignore[arg-type]

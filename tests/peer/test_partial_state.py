@@ -7,7 +7,7 @@ import torch
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, WantedState, state_on_disk
 from shoal.peer.training.anchor import AnchorState
 
-SIZE = 5 * 2**16
+SIZE = 5 * 2**17
 """Elements of each of the two rows: three chunks, the last one half."""
 
 
@@ -21,7 +21,7 @@ def wanted_of(state: AnchorState) -> WantedState:
 
 
 def chunk_of(state: AnchorState, index: int) -> memoryview:
-    return memoryview(state.values.numpy().tobytes())[index * 2**20 : (index + 1) * 2**20]
+    return memoryview(state.values[:, index * 2**18 : (index + 1) * 2**18].numpy().tobytes())
 
 
 def partial_of(state: AnchorState, folder: Path | None = None, only_anchor: bool = False) -> PartialState:
@@ -72,12 +72,16 @@ def test_only_the_run_s_list_is_taken() -> None:
     assert partial.learn_digests(state.chunk_digests)
 
 
-def test_of_the_anchor_only_its_chunks_are_missing() -> None:
+def test_of_the_anchor_alone_nothing_else_is_kept() -> None:
     state = make_state()
     partial = partial_of(state, only_anchor=True)
-    assert partial.missing == {0, 1}
-    take(partial, state, 0, 1)
+    assert partial.missing == {0, 1, 2}
+    assert partial.values.shape == (1, SIZE), "no memory for the rest"
+    take(partial, state, 0, 1, 2)
     assert torch.equal(partial.values[0], state.anchor)
+    wrong = bytearray(chunk_of(state, 2))
+    wrong[-1] ^= 1
+    assert not partial.put(2, memoryview(wrong)), "the rest is checked with it"
 
 
 # On disk ------------------------------------------------------------------------------------------------------
@@ -100,11 +104,11 @@ def test_what_is_damaged_on_disk_is_fetched_again(tmp_path: Path) -> None:
     state = make_state()
     path = written(state, tmp_path, 0, 1, 2)
     data = bytearray(path.read_bytes())
-    for flipped in (len(data) - 1, len(data) - 2**19 - 2**20):
+    for flipped in (len(data) - 1, len(data) - 2**20 - 2**21):
         data[flipped] ^= 1
     path.write_bytes(data)
     assert PartialState.resume(wanted_of(state), tmp_path).missing == {1, 2}
-    path.write_bytes(data[: -(2**19) - 7])
+    path.write_bytes(data[: -(2**20) - 7])
     assert PartialState.resume(wanted_of(state), tmp_path).missing == {1, 2}
 
 
@@ -117,7 +121,7 @@ def test_no_damage_of_the_head_is_believed(tmp_path: Path) -> None:
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         state_on_disk(tmp_path)
         partial = PartialState.resume(wanted_of(state), tmp_path)
-        assert not partial.resumed or partial.put(0, partial.chunk(0)), position
+        assert not partial.resumed or partial.put(0, chunk_of(state, 0)), position
         partial.close()
     for length in range(0, head, 11):
         path.write_bytes(whole[:length])

@@ -13,18 +13,22 @@ import numpy as np
 import pytest
 import torch
 from tests.peer.checkpoints.making import IDENTITY, RUN_TOML, signed
-from tests.peer.member.test_replica import FakeNetwork
+from tests.peer.member.test_replica import FakeNetwork, TensorMean
 from torch import Tensor, nn
 
+from shoal.compression.range_reader import whole_vector
 from shoal.peer.checkpoints.checkpoint import unpack_verdicts
 from shoal.peer.checkpoints.checkpointer import CheckpointPace, CheckpointSubject
+from shoal.peer.checkpoints.local_state import LocalStateContent
 from shoal.peer.checkpoints.retention import Retention
-from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.checkpoints.store import CheckpointStore, UnfinishedCheckpoint
+from shoal.peer.checkpoints.writer import CheckpointWriter
 from shoal.peer.member.replica import TrainingReplica, TrainingSetup
+from shoal.peer.network_thread import Interrupted
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout
-from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed
-from shoal.swarm.errors import RecipeError, StorageError
+from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync
+from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import genesis
@@ -46,8 +50,9 @@ class Noisy(nn.Module):
 class Run:
     """What outlives the member: the history, with one member a round, whose contribution is the mean."""
 
-    def __init__(self, algorithm: str) -> None:
-        toml = RUN_TOML.replace("[run]", f"algorithm = '{algorithm}'\n[averaging]\ncodec = 'float32'\n[run]", 1)
+    def __init__(self, algorithm: str, overlap: bool = False) -> None:
+        averaging = f"[averaging]\ncodec = 'float32'\noverlap = {str(overlap).lower()}"
+        toml = RUN_TOML.replace("[run]", f"algorithm = '{algorithm}'\n{averaging}\n[run]", 1)
         self.file = parse_run_file(toml)
         self.verdicts: list[Verdict] = []
 
@@ -127,11 +132,14 @@ class Life:
         self._committed = committed
         self.replica.close_round()
 
-    async def _average(self, offer: Any) -> Any:
+    async def _average(self, offer: Any, step: Any) -> Any:
         verdict = self.run.end_round(self._committed)
-        self.member.averager.round_feedback.carried = CarriedResidual(offer.contribution * 0.5, offer.weight_tokens)
+        contribution = whole_vector(offer.contribution)
+        self.member.averager.round_feedback.carried = CarriedResidual(contribution * 0.5, offer.weight_tokens)
         if self._committed:
-            return Committed(offer.contribution.clone(), verdict, included=True)
+            outcome = Committed(TensorMean(contribution), verdict, included=True)
+            self.member.hold_state(await step(outcome))
+            return outcome
         return Aborted("for the test", verdict)
 
     def stop(self) -> None:
@@ -160,13 +168,20 @@ class FakeAverager:
     def __init__(self) -> None:
         self.round_feedback = FakeFeedback()
 
+    async def until_idle(self) -> None:
+        """Return at once: rounds are over when they begin."""
+
 
 class FakeFeedback:
     def __init__(self) -> None:
         self.carried = CarriedResidual(torch.zeros(49), 0)
 
-    def restore(self, carried: CarriedResidual) -> None:
-        self.carried = carried
+    def restore(self, fill: Callable[[Tensor], int | None]) -> bool:
+        residual = torch.zeros(49)
+        weight_tokens = fill(residual)
+        assert weight_tokens is not None
+        self.carried = CarriedResidual(residual, weight_tokens)
+        return True
 
 
 @pytest.mark.parametrize("algorithm", ["diloco", "virtual_batch"])
@@ -237,13 +252,13 @@ class Clock:
 
 
 def slow_disk(monkeypatch: pytest.MonkeyPatch, clock: Clock, write_s: float) -> None:
-    real: Callable[..., Any] = CheckpointStore.write
+    real: Callable[..., Any] = UnfinishedCheckpoint.finish
 
-    def write(self: CheckpointStore, contents: Any) -> Any:
+    def finish(self: UnfinishedCheckpoint, *rest: Any) -> Any:
         clock.now_s += write_s
-        return real(self, contents)
+        return real(self, *rest)
 
-    monkeypatch.setattr(CheckpointStore, "write", write)
+    monkeypatch.setattr(UnfinishedCheckpoint, "finish", finish)
 
 
 def test_writing_takes_at_most_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,26 +276,167 @@ def test_writing_takes_at_most_a_twentieth_of_the_time(tmp_path: Path, monkeypat
     assert again.digest == life.digest
 
 
+class SlowEnd(Network):
+    """Network thread that does not come to the last part of a checkpoint until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        if coroutine.__name__ != "complete":
+            return super().submit(coroutine)
+        self.pending.append((coroutine, Future()))
+        return self.pending[-1][1]
+
+    def finish(self) -> None:
+        coroutine, future = self.pending.pop()
+        future.set_result(asyncio.run(coroutine))
+
+
 def test_while_one_is_written_the_next_is_skipped(tmp_path: Path) -> None:
     life = Life(Run("diloco"), tmp_path, 0)
-    begun: list[Coroutine[Any, Any, Any]] = []
-    keeper = life.replica._checkpointer
+    keeper, network = life.replica._checkpointer, SlowEnd()
     assert keeper is not None
-    keeper.prepare()
-    pending: Future[None] = Future()
-    keeper._network = SimpleNamespace(  # type: ignore[assignment]
-        submit=lambda coroutine: (begun.append(coroutine), pending)[1], wait_for=lambda future: future.result(timeout=0)
-    )
+    keeper._network = network  # type: ignore[assignment]
     for _ in range(3):
         life.round()
-    assert len(begun) == 1
-    asyncio.run(begun[0])
-    pending.set_result(None)
+    assert len(network.pending) == 1
+    network.finish()
     keeper._pace = CheckpointPace(in_step=False)
     life.round()
-    assert len(begun) == 2
-    begun[1].close()
     assert [one.round for one in life.store.kept()] == [0]
+    network.finish()
+    assert [one.round for one in life.store.kept()] == [3, 0]
+
+
+def folders(tmp_path: Path) -> list[str]:
+    return sorted(one.name for one in (tmp_path / "checkpoints").glob("[.r]*"))
+
+
+def test_own_state_is_written_while_the_round_is_averaged(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    life.train()
+    life.network.resource.average = life._average  # type: ignore[method-assign]
+    life._committed = True
+    assert life.replica.begin_exchange()
+    (hidden,) = folders(tmp_path)
+    assert hidden.startswith(".new-00000000-")
+    there = sorted(one.name for one in (tmp_path / "checkpoints" / hidden).iterdir())
+    assert there == ["peer.safetensors"], "the residual and the state are of the verdict"
+    assert life.replica.conclude_round()
+    assert folders(tmp_path) == ["round-00000000"]
+
+
+@pytest.mark.parametrize("outcome", [Aborted("for the test"), Resync("for the test"), Interrupted()], ids=str)
+def test_what_was_begun_goes_with_a_round_that_made_no_state(tmp_path: Path, outcome: Any) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    life.round()
+    life.train()
+    keeper = life.replica._checkpointer
+    assert keeper is not None
+    keeper._pace = CheckpointPace(in_step=False)
+
+    async def average(offer: Any, step: Any) -> Any:
+        return outcome
+
+    life.network.resource.average = average  # type: ignore[method-assign]
+    assert life.replica.begin_exchange()
+    assert len(folders(tmp_path)) == 2
+    if isinstance(outcome, Exception):
+        life.network.trouble = outcome
+        real, life.network.wait_for = life.network.wait_for, lambda *_, **__: raised(outcome)  # type: ignore[method-assign]
+        with pytest.raises(Interrupted):
+            life.replica.conclude_round()
+        life.network.wait_for, life.network.trouble = real, None  # type: ignore[method-assign]
+    else:
+        life.replica.conclude_round()
+    assert folders(tmp_path) == ["round-00000000"]
+    found = life.store.load_newest()
+    assert found is not None
+    assert found.manifest.round == 0
+
+
+def raised(error: Exception) -> Any:
+    raise error
+
+
+def test_the_state_is_written_as_it_was_although_the_next_round_overwrites_it(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    keeper, network = life.replica._checkpointer, SlowEnd()
+    assert keeper is not None
+    keeper._network = network  # type: ignore[assignment]
+    life.round()
+    state = life.replica.state
+    assert state is not None
+    before = state.values.clone()
+    state.step(2, [(0, state.elements, torch.ones(state.elements))], lambda rows, mean: rows.add_(mean))
+    assert not torch.equal(state.current.values, before)  # type: ignore[union-attr]
+    network.finish()
+    found = life.store.load_newest()
+    assert found is not None
+    assert torch.equal(found.state.values, before)
+    assert (found.state.version, found.state.digest) == (1, state.digest)
+
+
+def test_the_next_round_begins_when_the_residual_is_written(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    keeper = life.replica._checkpointer
+    assert keeper is not None
+    life.round()
+    assert keeper._residual is not None
+    real: Any = life.network.submit
+    waited: list[bool] = []
+
+    def submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if coroutine.__name__ == "_average":
+            waited.append(keeper._residual is None)
+        return real(coroutine)
+
+    life.network.submit = submit  # type: ignore[method-assign]
+    life.round()
+    assert waited == [True]
+
+
+def test_training_waits_for_its_own_state_and_the_wait_counts(tmp_path: Path) -> None:
+    life, clock = Life(Run("diloco"), tmp_path, 0), Clock()
+    keeper = life.replica._checkpointer
+    assert keeper is not None
+    keeper._clock = clock
+    real = life.network.wait_for
+
+    def wait_for(future: Any, interruptible: Any = False) -> Any:
+        clock.now_s += 1.0
+        return real(future)
+
+    life.network.wait_for = wait_for  # type: ignore[method-assign]
+    life.round()
+    assert keeper._pace._next_s == clock.now_s + 20.0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_only_with_overlap_a_copy_of_own_state_is_written(tmp_path: Path, overlap: bool) -> None:
+    run = Run("diloco", overlap=overlap)
+    life = Life(run, tmp_path, 0)
+    written: list[int] = []
+    real = LocalStateContent.pieces
+
+    def pieces(self: LocalStateContent) -> Any:
+        written.append(self.tensors["optimizer/state/0/exp_avg"].data_ptr())
+        return real(self)
+
+    life.network.resource.average = life._average  # type: ignore[method-assign]
+    life._committed = True
+    life.train()
+    held = life.optimizer.state[next(life.model.parameters())]["exp_avg"].data_ptr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStateContent, "pieces", pieces)
+        assert life.replica.begin_exchange()
+    assert [one == held for one in written] == [not overlap]
+    if overlap:
+        life.train()
+    assert life.replica.conclude_round()
+    assert folders(tmp_path) == ["round-00000000"]
 
 
 def test_a_full_disk_is_one_warning_and_tried_again(
@@ -290,13 +446,13 @@ def test_a_full_disk_is_one_warning_and_tried_again(
     life.replica._checkpointer._clock = clock  # type: ignore[union-attr]
 
     def full(*_: object) -> None:
-        raise StorageError("no space; free some")
+        raise OSError("no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointStore, "write", full)
+        patch.setattr(CheckpointWriter, "_write_file", full)
         for _ in range(3):
             life.round()
-    assert caplog.text.count("no space; free some") == 1
+    assert caplog.text.count("no space; older ones are as they were. Free some") == 1
     life.round()
     assert "can be written again" in caplog.text
     assert [one.round for one in life.store.kept()] == [3]
@@ -319,7 +475,7 @@ def test_a_checkpoint_of_another_model_is_not_taken(tmp_path: Path, caplog: pyte
     keeper = life.replica._checkpointer
     assert keeper is not None
     keeper._subject = replace(keeper._subject, outer_vectors=2)
-    assert keeper.find(1, None) is None
+    assert keeper.find(1, None, with_own=True) is None
     assert "is of another model" in caplog.text
 
 

@@ -12,7 +12,7 @@ from tests.fakes.rounds import COORDINATOR, RUN_HASH, results_of, signed, verdic
 
 from shoal.peer.history import round_records
 from shoal.peer.history.round_records import RecordOwner, RoundRecords, open_record
-from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.results import ResultStore, RoundMean
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
 
 OWNER = RecordOwner(RUN_HASH, COORDINATOR.public_key)
@@ -30,6 +30,12 @@ def records(tmp_path: Path) -> RoundRecords:
 
 def as_bytes(chunks: Sequence[memoryview | None]) -> list[bytes | None]:
     return [None if chunk is None else bytes(chunk) for chunk in chunks]
+
+
+def cut_elsewhere() -> list[memoryview]:
+    """The same bytes end to end, but two chunks of the second part have the lengths of each other."""
+    joined, header_bytes = bytes(CHUNKS[3]) + bytes(CHUNKS[4]), CHUNKS[4].nbytes
+    return [*CHUNKS[:3], memoryview(joined[:header_bytes]), memoryview(joined[header_bytes:]), *CHUNKS[5:]]
 
 
 def test_what_was_written_comes_back(records: RoundRecords) -> None:
@@ -59,7 +65,7 @@ def test_void_parts_are_left_out(records: RoundRecords) -> None:
     first = record.read()
     store = ResultStore.of(verdict, CODEC_MAP)
     store.adopt(first)
-    mean, (start, stop) = store.mean(), (PLAN.parts[0].start, PLAN.parts[0].stop)
+    mean, (start, stop) = RoundMean(store).whole(), (PLAN.parts[0].start, PLAN.parts[0].stop)
     assert not bool(mean[start:stop].any())
     assert bool(mean[stop:].any())
     with pytest.raises(BlobUnavailable):
@@ -97,11 +103,14 @@ def test_every_truncation_and_every_appendix_is_refused_by_name(records: RoundRe
 
 
 def test_a_chunk_that_ends_elsewhere_is_refused() -> None:
-    """The digest is over a part's chunks end to end, wherever each ends."""
-    joined, header_bytes = bytes(CHUNKS[3]) + bytes(CHUNKS[4]), CHUNKS[4].nbytes
-    others = [memoryview(joined[:header_bytes]), memoryview(joined[header_bytes:])]
     with pytest.raises(WireError, match=r"result chunk 3 .* with its header"):
-        ResultStore.of(VERDICT, CODEC_MAP).adopt([*CHUNKS[:3], *others, *CHUNKS[5:]])
+        ResultStore.of(VERDICT, CODEC_MAP).adopt(cut_elsewhere())
+
+
+def test_a_record_whose_chunks_end_elsewhere_is_refused(records: RoundRecords) -> None:
+    record = records.write(VERDICT, cut_elsewhere())
+    with pytest.raises(StateFileError, match=r"part-00001.*damaged"):
+        record.read()
 
 
 def test_records_of_others_are_refused(records: RoundRecords) -> None:

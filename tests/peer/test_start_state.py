@@ -21,7 +21,7 @@ from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.transport.source import CountedSource
 
 LAYOUT = tuple(
-    TensorSpec(name=name, shape=shape, dtype="float32")
+    TensorSpec(name=name, shape=shape)
     for name, shape in [
         ("embed", (600, 512)),
         ("none", (0, 3)),

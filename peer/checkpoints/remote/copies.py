@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.checkpoints.encryption import ENVELOPE, SUFFIX, read_envelope
-from shoal.peer.checkpoints.manifest import MANIFEST, OWN_FILE, FileEntry, read_manifest
+from shoal.peer.checkpoints.manifest import MANIFEST, OWN_FILES, FileEntry, read_manifest
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import CheckpointSource
 from shoal.peer.checkpoints.store import round_in
@@ -32,11 +32,11 @@ _STAGE = re.compile(r"stage-([0-9]{5})")
 class CopyListing:
     """Files of a checkpoint's folder: bytes and SHA-256 by name.
 
-    ``last``: the file that lists the others, itself in ``files``; ``private``: the file of the peer's own state."""
+    ``last``: the file that lists the others, itself in ``files``; ``private``: the files of the peer's own state."""
 
     last: str
     files: Mapping[str, FileEntry]
-    private: str
+    private: tuple[str, ...]
 
     @property
     def is_sealed(self) -> bool:
@@ -45,18 +45,18 @@ class CopyListing:
     def to_copy(self) -> list[str]:
         """Files to upload, in this order. The peer's own state is uploaded only if it is sealed."""
         listed = [name for name in sorted(self.files) if name != self.last]
-        return [name for name in listed if self.is_sealed or name != self.private] + [self.last]
+        return [name for name in listed if self.is_sealed or name not in self.private] + [self.last]
 
 
 def read_listing(source: CheckpointSource) -> CopyListing:
     """List the files of a checkpoint's folder. Raises ``StateFileError`` where it is damaged."""
     files: dict[str, FileEntry]
     if source.has(ENVELOPE):
-        last, private = ENVELOPE, OWN_FILE + SUFFIX
+        last, private = ENVELOPE, tuple(name + SUFFIX for name in OWN_FILES)
         envelope = read_envelope(source)
         files, data = dict(envelope.files), envelope.file_bytes
     else:
-        last, private = MANIFEST, OWN_FILE
+        last, private = MANIFEST, OWN_FILES
         manifest = read_manifest(source)
         files, data = dict(manifest.files), manifest.file_bytes
     return CopyListing(last, {**files, last: (len(data), hashlib.sha256(data).hexdigest())}, private)

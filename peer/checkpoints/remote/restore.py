@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.peer.checkpoints.checkpoint import read_checkpoint
+from shoal.peer.checkpoints.checkpoint import check_checkpoint
 from shoal.peer.checkpoints.encryption import MAX_ENVELOPE_BYTES, SUFFIX, open_source
 from shoal.peer.checkpoints.manifest import FileEntry, Manifest, read_manifest
 from shoal.peer.checkpoints.remote.copies import (
@@ -226,7 +226,7 @@ class CheckpointRestorer:
         source = FolderSource(incoming)
         listing = read_listing(source)
         for name, (size_bytes, _) in listing.files.items():
-            if sizes.get(name) != size_bytes and name != listing.private:
+            if sizes.get(name) != size_bytes and name not in listing.private:
                 found = "missing" if name not in sizes else f"{sizes[name]} bytes"
                 raise refusal(self._remote.shown(f"{copy.path}/{name}"), "size", f"{size_bytes} bytes", found)
         if listing.is_sealed:
@@ -251,14 +251,14 @@ class CheckpointRestorer:
         """The first undamaged checkpoint among these local folders."""
         for place in places:
             with suppress(StateFileError):
-                read_checkpoint(open_source(FolderSource(place), self._identity))
+                check_checkpoint(open_source(FolderSource(place), self._identity))
                 return place
         return None
 
     def _fetch_all(self, copy: RemoteCopy, listing: CopyListing, incoming: Path, *, own: bool) -> None:
         there = self._remote.sizes(copy.path)
         for name in listing.to_copy()[:-1]:
-            if name != listing.private or (own and name in there):
+            if name not in listing.private or (own and name in there):
                 self._fetch_checked(copy, name, listing.files[name], incoming)
 
     def _fetch_checked(self, copy: RemoteCopy, name: str, entry: FileEntry, incoming: Path) -> None:
@@ -307,7 +307,8 @@ class CheckpointRestorer:
 
     def _check(self, incoming: Path, manifest: Manifest) -> None:
         """Check everything, as before every use: signature, digests, tensors."""
-        checked = read_checkpoint(open_source(FolderSource(incoming), self._identity), bytes.fromhex(manifest.run_hash))
+        source = open_source(FolderSource(incoming), self._identity)
+        checked = check_checkpoint(source, bytes.fromhex(manifest.run_hash))
         if checked.manifest != manifest:
             raise refusal(str(incoming), "manifest", "the one that was checked before", "another")
 

@@ -14,6 +14,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.swarm.memory_account import MemoryDemand
+
+Floats: TypeAlias = NDArray[np.float64]
+Indices: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -32,17 +38,16 @@ class PeerCapability:
     """Capability of a peer, as it has measured itself."""
 
     peer: str
-    memory_bytes: int
-    """Memory for the run in all: what is free, and what the run already uses."""
+    host_bytes: int
+    """Memory of the machine for the run in all: what is free, and what the run already uses."""
     layer_s: tuple[float, ...]
     """``(layers,)``: seconds of forward and backward of one micro-batch."""
     bandwidth_bps: float
     """Throughput of its link, in each direction."""
     rtt_s: float = 0.0
     """Round trip to its neighbours."""
-    holds_all: bool = False
-    """Whether ``memory_bytes`` is the machine's, which holds all copies of the state, or a GPU's, which holds only
-    those used in computing."""
+    device_bytes: int | None = None
+    """The same of a GPU's own memory; None for a device that computes in the machine's memory, as CPU and MPS do."""
 
 
 @dataclass(frozen=True)
@@ -66,24 +71,43 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class StageMemory:
+    """Memory that stages take of one peer, and how much of it that peer has.
+
+    ``host``, ``device``: ``(stages,)`` bytes in the machine's memory and in a GPU's own, None where there is none."""
+
+    host: Floats
+    device: Floats | None
+    host_limit: float
+    device_limit: float | None
+
+    def scarcest(self) -> Floats:
+        """``(stages,)``: need of the scarcer memory, as a multiple of what there is of it; in bytes without a limit."""
+        if not self.host_limit:
+            return self.host
+        host: Floats = self.host / self.host_limit
+        if self.device is None or not self.device_limit:
+            return host
+        scarcest: Floats = np.maximum(host, self.device / self.device_limit)
+        return scarcest
+
+    def of(self, stage: int) -> tuple[str, float, float]:
+        """Return the name of the memory that is scarcer for a stage, the bytes that the stage takes of it, and the
+        limit."""
+        if self.device is not None and self.device_limit is not None:
+            if self.device[stage] * self.host_limit >= self.host[stage] * self.device_limit:
+                return "GPU memory", float(self.device[stage]), self.device_limit
+            return "host memory", float(self.host[stage]), self.host_limit
+        return "memory", float(self.host[stage]), self.host_limit
+
+
+@dataclass(frozen=True)
 class Infeasible:
     """Reason why there is no plan, for people: the stage that nobody can hold and the memory that it takes."""
 
     reason: str
 
 
-Floats: TypeAlias = NDArray[np.float64]
-Indices: TypeAlias = NDArray[np.int64]
-Flags: TypeAlias = NDArray[np.bool_]
-
-AVERAGER_COPIES = 3.2
-"""Most memory that the averager adds, in contributions: measured for a round of int8."""
-_DEVICE_COPIES = 3.0 + AVERAGER_COPIES
-"""Copies of the parameters on a GPU, without optimizer values: parameters, gradients, their sum, and the averager."""
-_ALL_COPIES, _VERSIONS = 12.3, 3.7
-"""Copies in the machine's memory, measured by ``benchmarks/pipeline_memory.py``: of the parameters, for training and
-averaging; and versions of the state (parameters and optimizer values): the present one, the next one, and those being
-served or written as checkpoints."""
 RECOMPUTE_TIME = 4 / 3
 """Time with recomputation: forward takes about half of backward (Chen et al. 2016, arXiv:1604.06174)."""
 
@@ -134,13 +158,15 @@ class PlanningProblem:
     """Layers and peers to plan for, as arrays; peers are ordered by id, so that equal inputs give equal plans."""
 
     def __init__(
-        self, layers: Sequence[LayerCost], peers: Sequence[PeerCapability], max_in_flight: int, optimizer_values: int
+        self, layers: Sequence[LayerCost], peers: Sequence[PeerCapability], max_in_flight: int, demand: MemoryDemand
     ) -> None:
-        """Raises ``ValueError`` for inputs that fit no plan at all: no layers, lengths that differ, a peer twice."""
+        """``demand``: memory that a stage takes for each parameter.
+
+        Raises ``ValueError`` for inputs that fit no plan at all: no layers, lengths that differ, a peer twice."""
         if not layers:
             raise ValueError("a pipeline needs at least one layer")
-        if max_in_flight < 1 or optimizer_values < 0:
-            raise ValueError("max_in_flight is 1 or more, optimizer_values 0 or more")
+        if max_in_flight < 1:
+            raise ValueError("max_in_flight is 1 or more")
         self.peers = sorted(peers, key=lambda one: one.peer)
         if len({one.peer for one in peers}) < len(peers):
             raise ValueError("a peer stands twice in the list")
@@ -154,13 +180,20 @@ class PlanningProblem:
         self._seconds = _sums([one.layer_s for one in self.peers]) if self.peers else np.zeros((0, self.layers + 1))
         # (layers + 1,): bytes that cross the boundary before each layer. Samples and the loss are negligible.
         self._crossing = np.array([0, *(one.activation_bytes for one in layers[:-1]), 0], dtype=np.float64)
-        self._memory = np.array([one.memory_bytes for one in self.peers], dtype=np.float64)
+        # (peers,): a device in the machine's memory has no limit of its own, and takes from that of the host.
+        self._host = np.array([one.host_bytes for one in self.peers], dtype=np.float64)
+        self._device = np.array(
+            [np.inf if one.device_bytes is None else one.device_bytes for one in self.peers], dtype=np.float64
+        )
+        self._is_shared = np.isinf(self._device)
+        # (peers,): bytes for each byte of the parameters in float32.
+        self._host_copies = np.where(self._is_shared, demand.shared, demand.host)
+        self._device_copies = np.where(self._is_shared, 0.0, demand.device)
         self._bandwidth = np.array([one.bandwidth_bps for one in self.peers], dtype=np.float64)
         self._rtt_s = np.array([one.rtt_s for one in self.peers], dtype=np.float64)
-        # (peers,): copies of the parameters.
-        self._copies = np.array([state_copies(optimizer_values, one.holds_all) for one in self.peers], dtype=np.float64)
         # The peer with room for the most parameters, to say what a stage takes.
-        self._roomiest = int(np.argmax(self._memory / self._copies)) if self.peers else None
+        room = np.minimum(self._host / self._host_copies, self._device / np.maximum(self._device_copies, 1e-9))
+        self._roomiest = int(np.argmax(room)) if self.peers else None
         # Time at other peers, supposed to be median ones: (layers + 1,) sums, and for each boundary.
         usual_s = np.median(np.diff(self._seconds), axis=0) if self.peers else np.zeros(self.layers)
         self._usual_s = _sums([usual_s])[0]
@@ -185,20 +218,21 @@ class PlanningProblem:
         rates, recomputes = self._rates(cut[first], cut[last + 1], again_bytes, self._away_s(cut)[last + 1])
         return SpanTable(tuple(int(one) for one in cut), first, last, rates, recomputes)
 
-    def least_bytes(self, starts: Indices, stops: Indices) -> Floats:
+    def least_memory(self, starts: Indices, stops: Indices) -> StageMemory:
         """Least memory for stages of the layers [start, stop), with or without recomputation.
 
         Of the peer with room for the most parameters; without peers, only the parameters count as state.
         """
         again = np.minimum(self._again_bytes(starts, stops), self._plain_bytes(starts, stops))
-        copies = 1.0 if self._roomiest is None else self._copies[self._roomiest]
-        parameters = self._parameters[stops] - self._parameters[starts]
-        least: Floats = copies * parameters + self._sent_bytes(starts, stops) + again
-        return least
-
-    def most_memory(self) -> float:
-        """Memory of the peer with room for the most parameters; 0 without peers."""
-        return 0.0 if self._roomiest is None else float(self._memory[self._roomiest])
+        parameters, sent = self._parameters[stops] - self._parameters[starts], self._sent_bytes(starts, stops)
+        row = self._roomiest
+        if row is None:
+            return StageMemory(parameters + sent + again, None, 0.0, None)
+        host = self._host_copies[row] * parameters + sent
+        if self._is_shared[row]:
+            return StageMemory(host + again, None, float(self._host[row]), None)
+        device = self._device_copies[row] * parameters + again
+        return StageMemory(host, device, float(self._host[row]), float(self._device[row]))
 
     def _sent_bytes(self, starts: Indices, stops: Indices) -> Floats:
         """Bytes of outputs and gradients kept until a neighbour has them for good."""
@@ -231,10 +265,18 @@ class PlanningProblem:
 
     def _rates(self, starts: Indices, stops: Indices, again_bytes: Floats, away_s: Floats) -> tuple[Floats, Flags]:
         """``rates`` and ``recomputes``; ``away_s``: time from an output to its gradient, own link excluded."""
-        fixed = self._copies[:, None] * (self._parameters[stops] - self._parameters[starts])
-        fixed += self._sent_bytes(starts, stops)
-        plain = self._memory[:, None] >= fixed + self._plain_bytes(starts, stops)
-        again = ~plain & (self._memory[:, None] >= fixed + again_bytes)
+        parameters, shared = self._parameters[stops] - self._parameters[starts], self._is_shared[:, None]
+        host = self._host_copies[:, None] * parameters + self._sent_bytes(starts, stops)
+        device = self._device_copies[:, None] * parameters
+
+        def fits(activations: Floats) -> Flags:
+            """Activations are where the device computes."""
+            on_host = host + np.where(shared, activations, 0.0) <= self._host[:, None]
+            held: Flags = on_host & (device + np.where(shared, 0.0, activations) <= self._device[:, None])
+            return held
+
+        plain = fits(self._plain_bytes(starts, stops))
+        again = ~plain & fits(again_bytes)
         compute_s = self._seconds[:, stops] - self._seconds[:, starts]
         compute_s[again] *= RECOMPUTE_TIME
         # Each way: activations in and gradients out at the one side, gradients in and activations out at the other.
@@ -245,16 +287,6 @@ class PlanningProblem:
         micro_batch_s = np.maximum(np.maximum(compute_s, one_way_s), stay_s / self.in_flight)
         rates = np.where(plain | again, 1 / np.maximum(micro_batch_s, 1e-9), 0.0)
         return rates, again
-
-
-def state_copies(optimizer_values: int, holds_all: bool) -> float:
-    """Memory that a peer needs for parameters and their state, as a multiple of the parameters in float32.
-
-    ``optimizer_values``: kept by the outer optimizer for each parameter; ``holds_all``: as ``PeerCapability`` has it.
-    """
-    if holds_all:
-        return _ALL_COPIES + _VERSIONS * (1 + optimizer_values)
-    return _DEVICE_COPIES + optimizer_values
 
 
 def _sums(rows: Sequence[Sequence[float]] | Sequence[Floats]) -> Floats:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shoal.swarm.memory_account import MemoryDemand
 from shoal.swarm.pipeline.planner.model import (
     Flags,
     Floats,
@@ -71,30 +72,36 @@ def predict_rates(problem: PlanningProblem, plan: StagePlan) -> dict[str, Predic
 
 def explain_no_place(problem: PlanningProblem, cut: Sequence[int]) -> str:
     """Explain to its owner why the problem's only peer holds no stage, and what helps."""
-    needs = problem.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
-    stage = int(np.argmin(needs))
-    if needs[stage] <= problem.most_memory():
+    memory = problem.least_memory(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
+    stage = int(np.argmin(memory.scarcest()))
+    name, needed, limit = memory.of(stage)
+    if needed <= limit:
         return "the plan has no place for this machine now: it waits, and steps in where somebody is missing"
+    option = "--max-device-memory" if name == "GPU memory" else "--max-memory"
     return (
         f"this machine can hold no stage: the smallest, stage {stage} ({_layers(cut[stage], cut[stage + 1])}), takes "
-        f"{needs[stage] / 1e6:,.1f} MB of memory, and it has {problem.most_memory() / 1e6:,.1f} MB to give: join again "
-        f"with a larger --max-memory, or when other programs have ended"
+        f"{needed / 1e6:,.1f} MB of {name}, and it has {limit / 1e6:,.1f} MB to give: join again with a larger "
+        f"{option}, or when other programs have ended"
     )
 
 
 def explain_infeasible(problem: PlanningProblem, cut: Sequence[int], stages: Iterable[int]) -> Infeasible:
     """Explain that nobody can hold the largest of these stages, or that the peers are too few."""
-    needs = problem.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
-    stage = max(stages, key=lambda one: (needs[one], -one))
+    memory = problem.least_memory(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
+    scarcest = memory.scarcest()
+    stage = max(stages, key=lambda one: (scarcest[one], -one))
     where = f"stage {stage} ({_layers(cut[stage], cut[stage + 1])})"
-    needed, most = f"{needs[stage] / 1e6:,.1f} MB", f"{problem.most_memory() / 1e6:,.1f} MB"
-    if needs[stage] > problem.most_memory():
+    name, bytes_needed, limit = memory.of(stage)
+    needed = f"{bytes_needed / 1e6:,.1f} MB"
+    if bytes_needed > limit:
         return Infeasible(
-            f"nobody can hold {where}: it takes {needed} of memory and the most that a peer has is {most}"
+            f"nobody can hold {where}: it takes {needed} of {name} and the most that a peer has is "
+            f"{limit / 1e6:,.1f} MB"
         )
+    in_all = sum(memory.of(one)[1] for one in range(len(cut) - 1))
     return Infeasible(
         f"the {len(problem.peers)} peers cannot hold all {len(cut) - 1} stages together: {where} alone takes {needed} "
-        f"of memory, all of them {needs.sum() / 1e6:,.1f} MB; a peer more with {needed} or more is needed"
+        f"of {name}, all of them {in_all / 1e6:,.1f} MB; a peer more with {needed} or more is needed"
     )
 
 
@@ -121,7 +128,7 @@ def replan(
     peers: Sequence[PeerCapability],
     *,
     max_in_flight: int,
-    optimizer_values: int,
+    demand: MemoryDemand,
     rebalancing: Rebalancing | None = None,
 ) -> StagePlan | Infeasible:
     """Plan anew for the peers that are there now: boundaries stay, and peers keep their spans where they can.
@@ -133,7 +140,7 @@ def replan(
 
     Infeasible: nobody can hold some stage; ask again when another peer comes, with the same ``previous``.
     """
-    problem = PlanningProblem(layers, peers, max_in_flight, optimizer_values)
+    problem = PlanningProblem(layers, peers, max_in_flight, demand)
     if not problem.peers:
         return Infeasible("no peer is there that could hold a stage")
     table = problem.table(previous.boundaries)
@@ -212,16 +219,16 @@ def plan_stages(
     *,
     stages: int | None,
     max_in_flight: int,
-    optimizer_values: int,
+    demand: MemoryDemand,
 ) -> StagePlan | Infeasible:
     """Plan the fastest placement with ``stages`` stages (None: the fastest number, the fewest of equally good ones).
 
-    ``optimizer_values``: float32 values that the optimizer keeps for each parameter. Raises ``ValueError`` for
-    inputs that fit no plan at all, such as more stages than layers.
+    ``demand``: memory that a stage takes for each parameter. Raises ``ValueError`` for inputs that fit no plan at all,
+    such as more stages than layers.
     """
     if stages is not None and not 1 <= stages <= len(layers):
         raise ValueError(f"{stages} stages cannot be cut from {len(layers)} layers")
-    problem = PlanningProblem(layers, peers, max_in_flight, optimizer_values)
+    problem = PlanningProblem(layers, peers, max_in_flight, demand)
     search = PlanSearch(problem)
     numbers = [stages] if stages is not None else search.numbers()
     begun = {count: search.seed(count) for count in numbers}
@@ -241,10 +248,10 @@ def plan_rate(
     peers: Sequence[PeerCapability],
     *,
     max_in_flight: int,
-    optimizer_values: int,
+    demand: MemoryDemand,
 ) -> float:
     """Rate of a plan, in micro-batches a second; absent peers, and peers that cannot hold their span, add none."""
-    problem = PlanningProblem(layers, peers, max_in_flight, optimizer_values)
+    problem = PlanningProblem(layers, peers, max_in_flight, demand)
     table = problem.table(plan.boundaries)
     return table.rate(as_choice(problem, table, plan))
 
@@ -253,6 +260,6 @@ def _why_not(search: PlanSearch, stages: int | None) -> Infeasible:
     if not search.problem.peers:
         return Infeasible("no peer is there that could hold a stage")
     count = search.problem.layers if stages is None else stages
-    cut = search.ranges.cuts(search.ranges.least_bytes, count, add=False)[1][-1]
+    cut = search.ranges.cuts(search.ranges.least_memory, count, add=False)[1][-1]
     assert cut is not None
     return explain_infeasible(search.problem, cut, range(count))

@@ -397,7 +397,7 @@ class LayerRanges:
         starts, stops = np.triu_indices(problem.layers + 1, k=1)
         self.starts, self.stops = starts.astype(np.int64), stops.astype(np.int64)
         self.rates, _ = problem.stages(self.starts, self.stops)
-        self.least_bytes = problem.least_bytes(self.starts, self.stops)
+        self.least_memory = problem.least_memory(self.starts, self.stops).scarcest()
         total = self.rates.sum(axis=0)
         # If peers shared their time among stages, these costs of the stages would add up to 1 / the plan's rate.
         self.cost = np.divide(1.0, total, out=np.full(len(total), np.inf), where=total > 0)
@@ -565,7 +565,7 @@ class PlanSearch:
                 choice[row] = first * stages - first * (first - 1) // 2 + last - first
             yield cut, choice
         cuts: dict[tuple[int, ...], None] = {}
-        kinds = [(self.ranges.cost, True), (self.ranges.least_bytes, False), (self.ranges.cost, False)]
+        kinds = [(self.ranges.cost, True), (self.ranges.least_memory, False), (self.ranges.cost, False)]
         for costs, add in kinds if not self.is_large else kinds[:2]:
             if (cut_found := self.ranges.cuts(costs, stages, add=add)[1][-1]) is not None:
                 cuts[cut_found] = None

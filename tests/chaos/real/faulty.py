@@ -64,9 +64,9 @@ class Process:
 
     def due(self, *moments: str) -> Order | None:
         """An order for this moment, for us or, if it is the coordinator's, for anybody."""
-        if not self.roles:
+        if self.plan is None or not self.roles:
             return None
-        for order in self.orders.open():
+        for order in self.orders.open(self.plan.round):
             if order.moment in moments and (order.role == COORDINATOR or self.plays(order.role)):
                 return order
         return None
@@ -131,7 +131,7 @@ class Process:
         await until(
             lambda: (
                 (self.plan is not None and self.plan.round >= number)
-                or all("contributing" not in one.moment for one in self.orders.open())
+                or all("contributing" not in one.moment for one in self.orders.open(number))
             )
         )
 
@@ -160,8 +160,12 @@ class Process:
 
     async def has_exchanged(self) -> None:
         """About to report: the witness lets others do so first, or the verdict would be there at once."""
+        assert self.plan is not None
+        number = self.plan.round
         await until(
-            lambda: not self.plays("witness") or all(one.moment != "after the report" for one in self.orders.open())
+            lambda: (
+                not self.plays("witness") or all(one.moment != "after the report" for one in self.orders.open(number))
+            )
         )
 
 
@@ -172,7 +176,7 @@ async def until(others_are_there: Callable[[], bool]) -> None:
 
 
 def arm_exchange(process: Process) -> None:
-    begin, run, reduce, put = AllReduce.__init__, AllReduce.run, Reduction._reduce, ResultStore.put
+    begin, run, make, put = AllReduce.__init__, AllReduce.run, Reduction._make, ResultStore.put
     send_chunks = DataPlane._send_chunks
 
     def entered(exchange: Any, endpoint: Any, store: Any, me: str, *rest: Any) -> None:
@@ -184,10 +188,11 @@ def arm_exchange(process: Process) -> None:
         await process.has_exchanged()
         return done
 
-    def reducing(reduction: Any, *rest: Any) -> Any:
+    async def made(reduction: Any, collector: Any, index: int) -> Any:
+        await collector.wait_complete(index)
         if reduction.without or process.plays("owner"):
             process.comes_to("while reducing")
-        return reduce(reduction, *rest)
+        return await make(reduction, collector, index)
 
     async def received(store: Any, chunk: int, result: memoryview) -> None:
         await put(store, chunk, result)
@@ -199,7 +204,7 @@ def arm_exchange(process: Process) -> None:
 
     AllReduce.__init__ = entered  # type: ignore[method-assign]
     AllReduce.run = ran  # type: ignore[method-assign]
-    Reduction._reduce = reducing  # type: ignore[method-assign]
+    Reduction._make = made  # type: ignore[method-assign]
     ResultStore.put = received  # type: ignore[method-assign]
     DataPlane._send_chunks = stream  # type: ignore[method-assign]
 
@@ -228,7 +233,7 @@ def tasks_of_channels(node: Any) -> int:
 
 def arm_member(process: Process, levels: Path) -> None:
     """What it asks of the coordinator, and how much it holds after each round."""
-    ask, beat, hold = CoordinatorClient.ask, CoordinatorClient.heartbeat, LocalMember.hold_state
+    ask, beat, hold = CoordinatorClient.ask, CoordinatorClient.heartbeat, LocalMember._take_possession
 
     async def asked(client: Any, message: Any, reply: Any) -> Any:
         process.node, process.coordinator_key, process.coordinator_port = (
@@ -264,7 +269,7 @@ def arm_member(process: Process, levels: Path) -> None:
 
     CoordinatorClient.ask = asked  # type: ignore[method-assign]
     CoordinatorClient.heartbeat = beaten  # type: ignore[method-assign]
-    LocalMember.hold_state = held  # type: ignore[method-assign]
+    LocalMember._take_possession = held  # type: ignore[method-assign]
 
 
 def arm_host(process: Process) -> None:
@@ -276,7 +281,7 @@ def arm_host(process: Process) -> None:
         for event in events:
             if isinstance(event, VerdictGiven) and event.verdict.plan is not None:
                 process.plan = event.verdict.plan
-                for order in process.orders.open():
+                for order in process.orders.open(process.plan.round):
                     if order.moment == "before the verdict is announced" and process.roles:
                         process.carry_out(order)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ COORDINATOR = "coordinator"
 
 @dataclass(frozen=True)
 class Order:
-    """Whom it hits, what it is, at which step of a round; ``seconds``: until a process that goes on ends it itself."""
+    """Whom it hits, what it is, at which step of a round; ``seconds``: until a process that goes on ends it itself;
+    ``first_round``: obeyed in no earlier one."""
 
     role: str
     fault: str
     moment: str
     seconds: float = 0.0
+    first_round: int = 0
 
     def __str__(self) -> str:
         return f"{self.role}, {self.fault}, {self.moment}"
@@ -42,15 +44,17 @@ class Orders:
         for one in (self._open, self._done, self._marks):
             one.mkdir(parents=True, exist_ok=True)
 
-    def place(self, *orders: Order) -> None:
-        """All at once. What was done of the same name before is forgotten."""
+    def place(self, *orders: Order, first_round: int) -> None:
+        """Place orders for one round, ``first_round`` or a later one: it has to be one that no process is in yet, or
+        some of them would come too late for theirs. What was done of the same name before is forgotten."""
         for order in orders:
             (self._done / order.name).unlink(missing_ok=True)
-            self._write(self._open / order.name, asdict(order))
+            self._write(self._open / order.name, asdict(replace(order, first_round=first_round)))
 
-    def open(self) -> list[Order]:
-        """Return the orders that nobody has carried out."""
-        return [Order(**json.loads(text)) for path in self._open.iterdir() if (text := _text(path))]
+    def open(self, number: int | None = None) -> list[Order]:
+        """Return the orders that nobody has carried out; with ``number`` those for that round."""
+        orders = [Order(**json.loads(text)) for path in self._open.iterdir() if (text := _text(path))]
+        return [order for order in orders if number is None or order.first_round <= number]
 
     def claim(self, order: Order, **about: Any) -> bool:
         """Whether it is ours to carry out: nobody else was there before. ``about`` is what ``done`` returns."""

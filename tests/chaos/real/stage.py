@@ -37,6 +37,9 @@ SHORT_S = 0.3 * PATIENCE_S
 
 LONG_S = 1.5 * PATIENCE_S
 FURTHER_ROUNDS = 2
+ROUNDS_AHEAD = 4
+"""Rounds from the newest that is known to be planned to that of the orders: nobody is in it when they are placed."""
+
 OWNERS = ("a", "b", "c")
 CONTRIBUTOR = "d"
 WARM_ROUNDS = 10
@@ -145,7 +148,8 @@ class Stage:
 
     def carry_out(self, *orders: Order) -> list[Done]:
         """Place the orders, and return when they have been carried out."""
-        self.orders.place(*orders)
+        planned = self.host.events("round_planned")[-1]["round"]
+        self.orders.place(*orders, first_round=planned + ROUNDS_AHEAD)
         return [
             eventually(f"somebody does: {order}", lambda order=order: self.orders.done(order), ROUNDS_S, self._about)
             for order in orders

@@ -1,5 +1,6 @@
 """Members and the coordinator fail at named steps of a round: real processes, real sockets, one swarm after the other
-fault. The same is done without processes, for every combination, in ``tests/chaos``."""
+fault. ``fault_matrix.py`` has more of them. The same is done without processes, for every combination, in
+``tests/chaos``."""
 
 from __future__ import annotations
 
@@ -12,32 +13,23 @@ pytestmark = pytest.mark.integration
 
 STOPPED = [
     Order("contributor", "SIGSTOP", "while contributing", SHORT_S),
-    Order("contributor", "SIGSTOP", "before contributing", LONG_S),
     Order("owner", "SIGSTOP", "while reducing", SHORT_S),
-    Order("owner", "SIGSTOP", "some have the result", LONG_S),
-    Order("coordinator", "SIGSTOP", "while contributing", SHORT_S),
     Order("coordinator", "SIGSTOP", "before the verdict is announced", LONG_S),
 ]
 DISCONNECTED = [
     Order("contributor", "cut", "while contributing"),
     Order("owner", "cut", "some have the result"),
-    Order("owner", "cut", "while reducing", LONG_S),
     Order("coordinator", "cut", "after the report"),
-    Order("coordinator", "cut", "before the verdict is announced"),
-    Order("contributor", "half-open", "while contributing", LONG_S),
-    Order("contributor", "half-open to all", "before contributing", LONG_S),
     Order("owner", "half-open", "while reducing", LONG_S),
     Order("coordinator", "half-open", "after the report", LONG_S),
 ]
 LYING = [
     Order("contributor", "corrupted bytes", "while contributing"),
-    Order("owner", "corrupted bytes to one", "some have the result"),
     Order("owner", "corrupted bytes", "some have the result"),
 ]
 KILLED_ONES = [
     Order("contributor", "SIGKILL", "while contributing"),
     Order("owner", "SIGKILL", "some have the result"),
-    Order("coordinator", "SIGKILL", "some have the result"),
     Order("coordinator", "SIGKILL", "after the report"),
 ]
 OWNER_KILLED = Order("owner", "SIGKILL", "while reducing")

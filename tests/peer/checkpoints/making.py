@@ -1,6 +1,7 @@
 """Checkpoints of tiny models, and their files in memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,14 @@ from typing import Any
 import torch
 from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer.checkpoints.checkpoint import CheckpointContents
-from shoal.peer.checkpoints.local_state import SnapshotBuffers
+from shoal.peer.checkpoints.checkpoint import CheckpointContents, OwnContents
+from shoal.peer.checkpoints.local_state import LocalStateContent
 from shoal.peer.checkpoints.manifest import CheckpointAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.peer.training.anchor import AnchorState
+from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Verdict
@@ -25,9 +27,9 @@ from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, pack_verdict
 RUN_TOML = "[run]\nname = 'reef'\n[recipe]\nname = 'own'\n[round]\ntokens = 100\n"
 RUN = parse_run_file(RUN_TOML)
 LAYOUT = (
-    TensorSpec(name="one.weight", shape=(2, 3), dtype="float32"),
-    TensorSpec(name="one.bias", shape=(), dtype="bfloat16"),
-    TensorSpec(name="none", shape=(0, 4), dtype="float32"),
+    TensorSpec(name="one.weight", shape=(2, 3)),
+    TensorSpec(name="one.bias", shape=()),
+    TensorSpec(name="none", shape=(0, 4)),
 )
 ELEMENTS = 7
 IDENTITY = Identity.generate()
@@ -93,12 +95,20 @@ def contents(
         "tokens": verdicts[-1].tokens_total,
         "coordinator_key": SIGNER.public_key.hex(),
     }
-    snapshot = None if own is None else SnapshotBuffers().copy(own)
-    return CheckpointContents(CheckpointAbout(**{**about, **changes}), state, snapshot, verdicts)
+    kept = None
+    if own is not None:
+        carried = CarriedResidual(own.get("residual", torch.zeros(3)), 12)
+        tree = {name: one for name, one in own.items() if name != "residual"}
+        kept = OwnContents(LocalStateContent.of(tree), carried)
+    return CheckpointContents(CheckpointAbout(**{**about, **changes}), state, kept, verdicts)
 
 
 def open_store(folder: Path, retention: Retention | None = None) -> CheckpointStore:
     return CheckpointStore(folder / "checkpoints", RUN.hash, IDENTITY, retention or Retention())
+
+
+def sealing_store(folder: Path, *readers: bytes) -> CheckpointStore:
+    return CheckpointStore(folder, RUN.hash, IDENTITY, Retention(), sealed_for=readers)
 
 
 @dataclass
@@ -119,6 +129,12 @@ class MemorySource:
             raise StateFileError(f"{name}: is missing")
         return self.files[name][: limit_bytes + 1]
 
+    @contextmanager
+    def open(self, name: str) -> Iterator["MemoryContent"]:
+        if name not in self.files:
+            raise StateFileError(f"{name}: is missing")
+        yield MemoryContent(name, self.files[name])
+
     def size_bytes(self, name: str) -> int:
         if name not in self.files:
             raise StateFileError(f"{name}: is missing")
@@ -129,3 +145,22 @@ class MemorySource:
 
     def changed(self, name: str, data: bytes) -> "MemorySource":
         return MemorySource({**self.files, name: data})
+
+
+@dataclass
+class MemoryContent:
+    """An open file of a ``MemorySource``; ``most_bytes``: of one read."""
+
+    name: str
+    data: bytes
+    most_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    def read_into(self, at: int, out: memoryview) -> None:
+        self.most_bytes = max(self.most_bytes, out.nbytes)
+        if at + out.nbytes > len(self.data):
+            raise StateFileError(f"{self.name}: is shorter")
+        out[:] = self.data[at : at + out.nbytes]

@@ -45,7 +45,7 @@ IDENTITY = Identity.generate()
 
 
 def spec(name: str, *shape: int) -> TensorSpec:
-    return TensorSpec(name=name, shape=shape, dtype="float32")
+    return TensorSpec(name=name, shape=shape)
 
 
 LAYOUTS = ((spec("embedding", 4, 3),), (spec("block.weight", 3, 3), spec("block.bias", 3)), (spec("head", 2, 3),))

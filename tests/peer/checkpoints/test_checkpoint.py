@@ -11,12 +11,12 @@ import torch
 from tests.peer.checkpoints.making import IDENTITY, RUN, MemorySource, contents, open_store
 from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from shoal.peer.checkpoints.checkpoint import Checkpoint, check_checkpoint, read_checkpoint
 from shoal.peer.checkpoints.manifest import Manifest, read_manifest
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.types import TensorSpec
 
-TINY = (TensorSpec(name="w", shape=(3,), dtype="float32"),)
+TINY = (TensorSpec(name="w", shape=(3,)),)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def refused(source: MemorySource) -> str:
 
 def test_it_is_accepted_as_it_was_written(source: MemorySource) -> None:
     assert isinstance(read_checkpoint(source, RUN.hash), Checkpoint)
+    assert check_checkpoint(source, RUN.hash).manifest == read_manifest(source)
 
 
 def test_every_flipped_byte_is_refused(source: MemorySource) -> None:
@@ -57,7 +58,7 @@ def test_every_truncation_and_anything_appended_is_refused(source: MemorySource)
 def test_every_missing_file_is_refused(source: MemorySource) -> None:
     for name in source.files:
         files = {other: data for other, data in source.files.items() if other != name}
-        if name != "peer.safetensors":  # a copy that was made for others
+        if name not in ("peer.safetensors", "residual.safetensors"):  # a copy that was made for others
             assert name in refused(MemorySource(files))
 
 
@@ -102,24 +103,28 @@ def signed_as(source: MemorySource, **changes: Any) -> MemorySource:
     [
         ({"state_digest": "0" * 64}, "state_digest: expected"),
         ({"anchor_version": 7}, "state_digest: expected"),
-        ({"layout": [{"name": "v", "shape": [3], "dtype": "float32"}]}, "tensor 'w': expected a name of the layout"),
+        ({"layout": [{"name": "v", "shape": [3]}]}, "tensor 'w': expected a name of the layout"),
         (
-            {"layout": [{"name": "w", "shape": [1, 3], "dtype": "float32"}]},
+            {"layout": [{"name": "w", "shape": [1, 3]}]},
             "tensor 'w': expected torch.float32 of shape",
         ),
-        ({"layout": [{"name": n, "shape": [s], "dtype": "x"} for n, s in (("w", 3), ("v", 0))]}, "also 'v'"),
+        ({"layout": [{"name": n, "shape": [s]} for n, s in (("w", 3), ("v", 0))]}, "also 'v'"),
         ({"outer_vectors": 2}, "also '1.w'"),
     ],
 )
 def test_a_signed_manifest_has_to_fit_its_files(source: MemorySource, changes: dict[str, Any], message: str) -> None:
-    assert message in refused(signed_as(source, **changes))
+    changed = signed_as(source, **changes)
+    assert message in refused(changed)
+    with pytest.raises(StateFileError) as caught:
+        check_checkpoint(changed, RUN.hash)
+    assert str(caught.value) == refused(changed), "also where no state is kept"
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layout": [{"name": "w", "shape": [2**40, 2**20], "dtype": "float32"}]},
-        {"layout": [{"name": "w", "shape": [3], "dtype": "float32"}] * 2},
+        {"layout": [{"name": "w", "shape": [2**40, 2**20]}]},
+        {"layout": [{"name": "w", "shape": [3]}] * 2},
         {"outer_vectors": 17},
         {"files": {"../../x": [0, "0" * 64]}},
         {"files": {}},
@@ -160,6 +165,7 @@ def _bomb(depth: int) -> bytes:
         ("anchor-00001-of-00001.safetensors", lambda: b"x" * 12),
         ("anchor-00001-of-00001.safetensors", lambda: (2**63).to_bytes(8, "little") + bytes(12)),
         ("peer.safetensors", lambda: b""),
+        ("residual.safetensors", lambda: bytes(8)),
     ],
 )
 def test_files_that_are_signed_and_make_no_sense_are_refused(

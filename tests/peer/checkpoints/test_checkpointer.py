@@ -13,7 +13,7 @@ def written(write_s: float, rounds: int, *, in_step: bool, first: int = 0) -> li
         if pace.is_due(number, now_s) and now_s >= busy_s:
             found.append(number)
             busy_s = now_s + write_s
-            pace.wrote(now_s, busy_s)
+            pace.wrote(write_s, busy_s)
     return found
 
 

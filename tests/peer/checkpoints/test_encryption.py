@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.peer.checkpoints.making import IDENTITY, RUN, MemorySource, contents
+from torch import nn
 from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
@@ -31,7 +32,7 @@ from shoal.swarm.protocol.types import TensorSpec
 
 KEY, NAME = bytes(range(32)), b"anchor"
 READER, STRANGER = Identity.generate(), Identity.generate()
-TINY = (TensorSpec(name="w", shape=(3,), dtype="float32"),)
+TINY = (TensorSpec(name="w", shape=(3,)),)
 OWN = {"steps": 3, "residual": torch.ones(3)}
 WHOLE = SEGMENT_BYTES + TAG_BYTES
 
@@ -114,7 +115,10 @@ def test_its_maker_and_its_readers_open_it_and_nobody_else(store: CheckpointStor
     for identity in (IDENTITY, READER):
         found = opens(source, identity)
         assert found.own is not None
-        assert found.own["steps"] == 3
+        assert found.own.restore(None, nn.Linear(1, 1)) == {"steps": 3}
+        residual = torch.zeros(3)
+        assert found.own.restore_residual(residual) == 12
+        assert torch.equal(residual, torch.ones(3))
     assert [kept.round for kept in sealing_store(store.folder).kept()] == [0]
     for nobody in (STRANGER, None):
         with pytest.raises(SealedForOthers, match=r"sealed\.json: is sealed"):
@@ -127,6 +131,7 @@ def test_nothing_of_it_is_in_the_clear(source: MemorySource) -> None:
         "manifest.json.sealed",
         "outer-00001-of-00001.safetensors.sealed",
         "peer.safetensors.sealed",
+        "residual.safetensors.sealed",
         "sealed.json",
         "verdicts.msgpack.sealed",
     ]
@@ -154,7 +159,7 @@ def test_every_truncation_and_anything_appended_is_refused(source: MemorySource)
 
 def test_every_missing_file_is_refused(source: MemorySource) -> None:
     for name in source.files:
-        if name != "peer.safetensors.sealed":  # a copy that was made for others
+        if name not in ("peer.safetensors.sealed", "residual.safetensors.sealed"):  # a copy that was made for others
             files = {other: data for other, data in source.files.items() if other != name}
             with pytest.raises(StateFileError):
                 opens(MemorySource(files))

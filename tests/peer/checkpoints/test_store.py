@@ -1,7 +1,7 @@
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.peer.checkpoints.making import IDENTITY, LAYOUT, RUN, contents, open_store, state_of, verdict_chain
+from torch import nn
 
-from shoal.peer.checkpoints.checkpoint import CheckpointContents, read_checkpoint, unpack_verdicts
+from shoal.peer.checkpoints.checkpoint import read_checkpoint, unpack_verdicts
 from shoal.peer.checkpoints.manifest import MANIFEST
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
@@ -45,6 +46,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "manifest.json",
         "outer-00001-of-00001.safetensors",
         "peer.safetensors",
+        "residual.safetensors",
         "verdicts.msgpack",
     ]
     again = open_store(tmp_path)
@@ -56,8 +58,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert found.manifest.peer == IDENTITY.peer_id
     assert (found.manifest.tokens, found.manifest.recipe) == (50, {"depth": 2, "rate": 0.1})
     assert found.own is not None
-    assert found.own["steps"] == 3
-    assert torch.equal(found.own["residual"], torch.ones(7))
+    assert found.own.restore(None, nn.Linear(1, 1)) == {"steps": 3}
+    residual = torch.zeros(7)
+    assert found.own.restore_residual(residual) == 12
+    assert torch.equal(residual, torch.ones(7))
 
 
 def test_the_anchor_can_be_read_by_any_safetensors_reader(tmp_path: Path) -> None:
@@ -70,13 +74,10 @@ def test_the_anchor_can_be_read_by_any_safetensors_reader(tmp_path: Path) -> Non
 
 
 def test_large_models_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.peer.checkpoints import checkpoint, tensors
+    from shoal.peer.checkpoints import state_files, tensors
 
-    monkeypatch.setattr(checkpoint, "shards", lambda named: tensors.shards(named, 400))
-    layout = tuple(
-        TensorSpec(name=name, shape=(size,), dtype="float32")
-        for name, size in zip("abcd", (60, 41, 300, 5), strict=True)
-    )
+    monkeypatch.setattr(state_files, "shards", lambda layout: tensors.shards(layout, 400))
+    layout = tuple(TensorSpec(name=name, shape=(size,)) for name, size in zip("abcd", (60, 41, 300, 5), strict=True))
     kept = open_store(tmp_path).write(contents(layout=layout))
     assert sorted(one.name for one in kept.folder.glob("anchor*")) == [
         f"anchor-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
@@ -87,12 +88,23 @@ def test_large_models_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_copy_may_lack_what_is_the_peers_own(tmp_path: Path) -> None:
     kept = open_store(tmp_path).write(contents(0, OWN))
-    (kept.folder / "peer.safetensors").unlink()
-    found = open_store(tmp_path).load(kept)
-    assert found.own is None
+    for name in ("peer.safetensors", "residual.safetensors"):
+        (kept.folder / name).unlink()
+        found = open_store(tmp_path).load(kept)
+        assert found.own is None
     (kept.folder / "verdicts.msgpack").unlink()
     with pytest.raises(StateFileError, match=r"verdicts\.msgpack: cannot be read"):
         open_store(tmp_path).load(kept)
+
+
+def test_what_is_the_peers_own_is_read_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    kept = open_store(tmp_path).write(contents(0, OWN))
+    (kept.folder / "peer.safetensors").write_bytes(b"damaged")
+    store = open_store(tmp_path)
+    found = store.load_newest(with_own=False)
+    assert found is not None
+    assert found.own is None
+    assert store.load_newest() is None
 
 
 # Finding --------------------------------------------------------------------------------------------------------
@@ -225,13 +237,12 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     elif when == "rename":
         monkeypatch.setattr(CheckpointStore, "_publish", refuse)
     else:
-        real = CheckpointContents.files
+        real = CheckpointWriter._write_file
 
-        def files(self: CheckpointContents) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
-            for name, pieces in real(self):
-                yield name, (refuse() if name == "verdicts.msgpack" else piece for piece in pieces)
+        def write(self: CheckpointWriter, name: str, pieces: Any) -> Any:
+            return real(self, name, (refuse() if name == "verdicts.msgpack" else piece for piece in pieces))
 
-        monkeypatch.setattr(CheckpointContents, "files", files)
+        monkeypatch.setattr(CheckpointWriter, "_write_file", write)
 
 
 @pytest.mark.parametrize("when", ["write", "fsync", "rename"])

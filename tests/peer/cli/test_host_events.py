@@ -14,12 +14,15 @@ from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.event_log import EventLog
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.round_scope import RoundScope
+from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
+from shoal.swarm.protocol.rounds import StateAgreement
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.types import (
     Address,
     Capability,
     Certificate,
+    InviteTerms,
     LayerSize,
     RosterEntry,
     SampleRange,
@@ -41,7 +44,7 @@ def entry(name: str = "dolphin") -> RosterEntry:
 
 
 TOML = '[run]\nname = "whale"\n[recipe]\nname = "own"\n[round]\ntokens = 100\n'
-CAPABILITY = Capability(memory_bytes=2**30, holds_all=False, layer_s=(0.1,), bandwidth_bps=1e8, rtt_s=0.01)
+CAPABILITY = Capability(host_bytes=2**30, device_bytes=None, layer_s=(0.1,), bandwidth_bps=1e8, rtt_s=0.01)
 
 
 def pipeline_snapshot() -> ev.PipelineSnapshot:
@@ -51,14 +54,23 @@ def pipeline_snapshot() -> ev.PipelineSnapshot:
 
 
 EVENTS: dict[str, ev.JournalEvent] = {
+    "AccessRecorded": ev.AccessRecorded(record=AccessRecord(number=0, at_s=1.0, kind="refused")),
+    "MemberKicked": ev.MemberKicked(peer=PEERS[0], curve_key=bytes(32), note="too slow", at_s=1.0),
+    "PeerBanned": ev.PeerBanned(peer=PEERS[0], network="10.0.0.0/24", at_s=1.0),
+    "PeerAllowed": ev.PeerAllowed(peer=PEERS[0], at_s=1.0),
+    "ProcessBanned": ev.ProcessBanned(curve_key=bytes(32)),
+    "InviteMade": ev.InviteMade(terms=InviteTerms(id="abcdefgh", role="trainer", uses=1), at_s=1.0),
+    "InviteRevoked": ev.InviteRevoked(id="abcdefgh", at_s=1.0),
     "ModelDescribed": ev.ModelDescribed(
         model=PeerToCoordinatorDescribeModel(
-            layout=(TensorSpec(name="w", shape=(20,), dtype="float32"),),
+            layout=(TensorSpec(name="w", shape=(20,)),),
             corpus_digest=None,
             tokens_per_sample=1,
         )
     ),
-    "StateAgreed": ev.StateAgreed(anchor_version=0, digest=bytes(32)),
+    "StateAgreed": ev.StateAgreed(
+        agreement=StateAgreement(anchor_version=0, digest=bytes(32), chain=bytes(32), signature=bytes(64))
+    ),
     "MemberJoined": ev.MemberJoined(entry=entry(), device=DEVICE),
     "MemberLost": ev.MemberLost(peer=PEERS[0], reason="silent"),
     "LeaseGranted": ev.LeaseGranted(peer=PEERS[0], round=3, tokens_done=0, ranges=(SampleRange(start=0, stop=8),)),
@@ -82,6 +94,8 @@ EVENTS: dict[str, ev.JournalEvent] = {
 }
 
 QUIET = (
+    "AccessRecorded",
+    "ProcessBanned",
     "LeaseGranted",
     "RunSnapshot",
     "PipelineSnapshot",

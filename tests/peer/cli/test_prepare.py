@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.fakes.journals import leased
 
+from shoal.compression.range_reader import whole_vector
 from shoal.peer.cli import host as hosting
 from shoal.peer.cli.host import pinned_run_file, say_pins
 from shoal.peer.cli.prepare import pins_of, prepare, with_pins
@@ -54,7 +55,7 @@ def test_pins_are_what_a_member_brings(
     vector = ParameterVector(recipe.build_model(3))
     told: list[object] = []
     pins = pins_of(run, told.append, [tmp_path])
-    state = AnchorState.make(vector.read(), torch.zeros(outer_of(run.outer).slots, vector.elements), 0)
+    state = AnchorState.make(whole_vector(vector), torch.zeros(outer_of(run.outer).slots, vector.elements), 0)
     assert pins.state == state.digest.hex()
     assert (pins.layout, pins.elements) == (layout_digest(vector.layout), vector.elements)
     assert (pins.tokens_per_sample, pins.samples) == (16, len(recipe.training_data()))

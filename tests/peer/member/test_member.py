@@ -13,10 +13,11 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import run_toml
 from tests.fakes.virtual_clock import run_virtual
 
+from shoal.compression.range_reader import TensorReader
 from shoal.peer.member.member import LocalMember, StageMembership
 from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.anchor import AnchorState
-from shoal.swarm.averaging.outcome import RoundOffer, RoundOutcome
+from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
 from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, PeerToCoordinatorJoinRun
 from shoal.swarm.protocol.rounds import RunView
@@ -45,7 +46,7 @@ async def a_member(
 def test_no_state_is_served_while_a_round_is_averaged_here() -> None:
     async def main() -> None:
         async with a_member(MemoryCoordinator(run_toml(4))) as member:
-            member.prepare_averaging((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),))
+            member.prepare_averaging((TensorSpec(name="w", shape=(ELEMENTS,)),))
             member.hold_state(AnchorState.of(torch.zeros(2, ELEMENTS), 3))
             node: Any = member.node
             served = node.blobs[Blob(kind="state", number=3)]
@@ -65,7 +66,7 @@ def test_a_member_that_was_forgotten_before_it_said_what_it_trains_joins_again()
         async with a_member(coordinator) as member:
             coordinator.events.clear()
             coordinator.restart()
-            layout = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
+            layout = (TensorSpec(name="w", shape=(ELEMENTS,)),)
             await member.describe(
                 PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=None, tokens_per_sample=1, samples=None)
             )
@@ -96,7 +97,7 @@ def test_a_member_that_was_forgotten_outlives_a_coordinator_that_does_not_let_it
 # A stage that goes to others ------------------------------------------------------------------------------
 
 
-LAYOUT = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
+LAYOUT = (TensorSpec(name="w", shape=(ELEMENTS,)),)
 MODEL = PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=None, tokens_per_sample=1)
 
 
@@ -114,8 +115,13 @@ async def waits_for_a_verdict(member: LocalMember) -> None:
 
     averager: Any = SimpleNamespace(average=average)
     member._averager = averager
+
+    def step(outcome: Committed) -> Any:
+        raise AssertionError
+
     await member.average(
-        RoundOffer(0, 0, bytes(32), torch.zeros(ELEMENTS), norms=[0.0], weight_tokens=4, ranges=(), loss=None)
+        RoundOffer(0, 0, bytes(32), TensorReader(torch.zeros(ELEMENTS)), weight_tokens=4, ranges=(), loss=None),
+        step,
     )
 
 

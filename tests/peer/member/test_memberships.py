@@ -34,7 +34,7 @@ from shoal.swarm.protocol.types import DeviceInfo, TensorSpec
 STAGES, PEERS, ROUNDS, SAMPLES = 2, 2, 3, 4
 TOML = run_toml(PEERS * SAMPLES, algorithm="virtual_batch")
 ELEMENTS = 4096
-LAYOUT = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
+LAYOUT = (TensorSpec(name="w", shape=(ELEMENTS,)),)
 LONG_S = 30.0
 
 
@@ -223,7 +223,7 @@ class Holding:
         """As many samples as everybody does in a round."""
         samples = self.replica.samples
         while samples.tokens_done < SAMPLES:
-            for one in self.network.call(self.member.lease(SAMPLES - samples.tokens_done)):
+            for one in self.network.call(self.member.lease(SAMPLES - samples.tokens_done, samples.undone())):
                 samples.add_lease(one.start, one.stop)
             while (bounds := samples.next_batch(1)) is not None:
                 loss = self.layer.loss(*bounds)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.gradients import take_gradients
+from tests.fakes.outer_steps import stepped
 from tests.peer.layered_models import (
     CPU,
     Key,
@@ -20,11 +22,12 @@ from tests.peer.layered_models import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.compression.range_reader import whole_vector
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.layers import Layered, layered_from_sequential
 from shoal.peer.training.outer_optimizer import AdamW
-from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.training.parameters import ParameterVector, split_by_layout
 from shoal.swarm.errors import WireError
 
 SIZES = (2, 3, 1, 2, 1, 3)
@@ -89,19 +92,23 @@ def test_twenty_steps_are_those_of_one_process(make: Callable[[], LayeredAndWhol
     whole = recipe.build_model(1)
     vector = ParameterVector(whole)
     anchors, states = line.anchors(), [torch.zeros(outer.slots, one.numel()) for one in line.anchors()]
-    anchor, state = vector.read(), torch.zeros(outer.slots, vector.elements)
+    anchor, state = whole_vector(vector), torch.zeros(outer.slots, vector.elements)
     assert torch.equal(torch.cat(anchors), anchor)
     for number in range(20):
         train_round(line, recipe, number, WAYS[spans])
-        steps = [outer.step(*one, number) for one in zip(anchors, states, line.means(), strict=True)]
+        steps = [stepped(outer, *one, number) for one in zip(anchors, states, line.means(), strict=True)]
         anchors, states = [one for one, _ in steps], [one for _, one in steps]
         line.restart(anchors)
         batch = batch_of(recipe.training_data(), number * BATCH, (number + 1) * BATCH)
-        anchor, state = outer.step(anchor, state, mean_gradient(recipe, whole, batch), number)
+        anchor, state = stepped(outer, anchor, state, mean_gradient(recipe, whole, batch), number)
         vector.write(anchor)
-    start = ParameterVector(recipe.build_model(1)).read()
+    start = whole_vector(ParameterVector(recipe.build_model(1)))
     assert apart(anchor, start) > 0.01, "it has learnt something"
-    for found, its in zip(vector.named(torch.cat(anchors)).values(), vector.named(anchor).values(), strict=True):
+    for found, its in zip(
+        split_by_layout(torch.cat(anchors), vector.layout).values(),
+        split_by_layout(anchor, vector.layout).values(),
+        strict=True,
+    ):
         assert apart(found, its) < 1e-5
 
 
@@ -124,7 +131,7 @@ def trained(recipe: LayeredAndWhole, activations: str, rounds: int) -> float:
     anchors, states = line.anchors(), [torch.zeros(outer.slots, one.numel()) for one in line.anchors()]
     for number in range(rounds):
         train_round(line, recipe, number, WAYS[REPLICAS])
-        steps = [outer.step(*one, number) for one in zip(anchors, states, line.means(), strict=True)]
+        steps = [stepped(outer, *one, number) for one in zip(anchors, states, line.means(), strict=True)]
         anchors, states = [one for one, _ in steps], [one for _, one in steps]
         line.restart(anchors)
     whole = recipe.build_model(1)
@@ -298,7 +305,7 @@ def test_bfloat16_autocast_is_that_of_the_unsplit_model() -> None:
         expected = recipe.loss(model, batch)
     expected.backward()  # type: ignore[no-untyped-call]
     assert loss == expected.item()
-    assert torch.equal(torch.cat(line.means()), ParameterVector(model).take_gradients())
+    assert torch.equal(torch.cat(line.means()), take_gradients(ParameterVector(model)))
 
 
 # Layers that draw, and layers that count ------------------------------------------------------------------
@@ -342,7 +349,9 @@ def noisy_run(recompute: bool, boundaries: tuple[int, ...], before: int = 0) -> 
             assert received is not None
             torch.rand(2)
             received = compute.backward(key, received, {number}).input_gradient
-    return torch.cat([work.contribution(ParameterVector(model).read()) for work, model in works]), torch.rand(2)
+    return torch.cat(
+        [whole_vector(work.contribution(whole_vector(ParameterVector(model)))) for work, model in works]
+    ), torch.rand(2)
 
 
 def test_what_layers_draw_is_a_function_of_the_micro_batch() -> None:
@@ -399,7 +408,9 @@ def counting_run(recompute: bool) -> tuple[Tensor, float]:
     for key in keys:
         compute.backward(key, given.square(), {0})
     buffers = torch.cat([one.reshape(-1).float() for one in model.buffers()])
-    return torch.cat([work.contribution(ParameterVector(model).read()), buffers]), float(buffers[0])
+    return torch.cat([whole_vector(work.contribution(whole_vector(ParameterVector(model)))), buffers]), float(
+        buffers[0]
+    )
 
 
 def test_buffers_change_once_a_micro_batch_recomputed_or_not() -> None:
@@ -435,4 +446,4 @@ def test_a_gradient_that_reaches_nothing_is_zeros() -> None:
     compute.forward(key, torch.ones(2, 3))
     done = compute.backward(key, torch.ones(2, 3), {1})
     assert torch.equal(done.input_gradient, torch.zeros(2, 3))  # type: ignore[arg-type]
-    assert torch.equal(work.contribution(torch.zeros(5)), torch.tensor([2.0, 2, 2, 0, 0]))
+    assert torch.equal(whole_vector(work.contribution(torch.zeros(5))), torch.tensor([2.0, 2, 2, 0, 0]))

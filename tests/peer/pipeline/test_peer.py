@@ -16,10 +16,23 @@ from shoal.peer.pipeline.capability_updates import CapabilityUpdates
 from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.pipeline.profile import LayerProfile, ModelProfile
 from shoal.peer.pipeline.tensor_io import Staging
+from shoal.peer.training.device import MemoryBytes, MemoryLimits
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorShowCapability
-from shoal.swarm.protocol.run_file import OuterSection
+from shoal.swarm.protocol.run_file import parse_run_file
+
+RUN = """
+algorithm = "virtual_batch"
+[run]
+name = "tiny"
+[recipe]
+name = "gpt"
+[round]
+tokens = 3200
+[pipeline]
+micro_batch = 1
+"""
 
 
 class FakeNetwork:
@@ -77,7 +90,8 @@ class Side:
         self.peer._members = SimpleNamespace(run=self.run, stages={})
         self.peer._network = FakeNetwork()
         self.peer._connection = SimpleNamespace(peer="me", emit=lambda event, **_: None)
-        self.peer._stopping, self.peer._memory_bytes, self.peer._device = False, 1000, torch.device("cpu")
+        self.peer._stopping, self.peer._device = False, torch.device("cpu")
+        self.peer._memory, self.peer._limits = MemoryBytes(1000, None), MemoryLimits()
         self.peer._slowdown, self.peer._updates, self.peer._next_check_s, self.peer._reporting = (
             1.0,
             CapabilityUpdates(),
@@ -167,14 +181,13 @@ def test_the_bandwidth_is_supposed_until_it_is_measured(monkeypatch: pytest.Monk
     assert len(side.client.shown) == 2
 
 
-@pytest.mark.parametrize(("device", "holds_all"), [("cpu", True), ("mps", True), ("cuda", False)])
-def test_whose_memory_is_the_machines_has_all_of_the_state_in_it(
-    device: str, holds_all: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("memory", [MemoryBytes(1000, None), MemoryBytes(1000, 500)])
+def test_the_plan_learns_of_both_memories(memory: MemoryBytes, monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side([(0, 0)], monkeypatch)
-    side.peer._device = torch.device(device)
+    side.peer._memory = memory
     side.peer._report_capability()
-    assert side.client.shown[-1].capability.holds_all == holds_all
+    shown = side.client.shown[-1].capability
+    assert (shown.host_bytes, shown.device_bytes) == (memory.host, memory.device)
 
 
 def test_the_layers_take_what_they_really_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,13 +207,12 @@ def test_who_can_hold_no_stage_is_told_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     side = Side([(0, 0)], monkeypatch)
-    outer = OuterSection(optimizer="sgd")
-    side.peer._connection.run_file = SimpleNamespace(pipeline=SimpleNamespace(in_flight=1), outer=outer)
+    side.peer._connection.run_file = parse_run_file(RUN)
     for _ in range(3):
         side.peer._warn_why_it_waits((0, 1))
     assert len(caplog.records) == 1
     assert "the plan has no place for this machine now" in caplog.text
-    side.peer._memory_bytes = 10
+    side.peer._memory = MemoryBytes(10, None)
     side.peer._warn_why_it_waits((0, 1))
     assert "the smallest, stage 0 (layer 0), takes" in caplog.text
     assert "--max-memory" in caplog.text

@@ -8,6 +8,7 @@ import torch
 from shoal.peer.pipeline import profile
 from shoal.peer.pipeline.profile import LayerProfile, cached_profile, profile_model
 from shoal.peer.recipes import layered_recipe, load_recipe
+from shoal.peer.training.device import MemoryBytes
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
@@ -118,10 +119,11 @@ def test_a_model_in_layers_is_measured_by_layers(tmp_path: Path) -> None:
     assert run.pipeline is not None
     assert found.layers[0].cost.activation_bytes == run.pipeline.activation_format.packed_bytes(2 * 8 * 16)
     assert found.micro_batch == 2
-    told = found.capability("me", 1000, 1e6, 0.01)
+    told = found.capability("me", MemoryBytes(1000, 500), 1e6, 0.01)
     assert told.layer_s == tuple(one.seconds for one in found.layers)
     assert sum(told.layer_s) == found.seconds
-    assert (told.peer, told.memory_bytes, told.bandwidth_bps, told.rtt_s) == ("me", 1000, 1e6, 0.01)
+    assert (told.peer, told.host_bytes, told.device_bytes, told.bandwidth_bps) == ("me", 1000, 500, 1e6)
+    assert told.rtt_s == 0.01
 
 
 def test_the_second_time_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

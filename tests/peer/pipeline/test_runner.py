@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,19 +20,21 @@ from tests.peer.devices import CPU, devices
 from tests.peer.layered_models import gpt
 from torch import Tensor
 
+from shoal.compression.range_reader import whole_vector
 from shoal.compression.registry import get_codec
 from shoal.peer.member.member import Progress
 from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
 from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.runner import StageRunner
-from shoal.peer.pipeline.tensor_io import Staging
+from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging
 from shoal.peer.pipeline.training import ComputeResult, SpanTraining, TrainingSamples
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import Unreachable, WireError
+from shoal.swarm.errors import NoOtherReplica, Unreachable, WireError
+from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward
 from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
 from shoal.swarm.pipeline.engine.routing import Router
 from shoal.swarm.protocol.messages import (
@@ -197,6 +200,7 @@ class Peer:
         first, last = coordinator.spans[name]
         self.name, self.coordinator = name, coordinator
         self.computed: Callable[[Any], None] = lambda task: None
+        self.lie: Callable[[ComputeResult], ComputeResult] = lambda made: made
         self.hangs = self.may_look_up = False
         self.looked_up: asyncio.Queue[str] = asyncio.Queue()
         members = [
@@ -259,6 +263,8 @@ class Peer:
                     await asyncio.Event().wait()
                 with self.staging.computing():
                     made = self.training.execute(task)
+                if made is not None:
+                    made = self.lie(made)
 
 
 @asynccontextmanager
@@ -305,7 +311,10 @@ def check_gradient(peers: dict[str, Peer], coordinator: Coordinator, device: tor
         empty = torch.zeros(
             sum(one.elements for layer in range(*BOUNDARIES[stage : stage + 2]) for one in LAYERED.layouts[layer])
         )
-        total = sum(one.work.contribution(empty) * sum(stop - start for start, stop in one.ranges) for one in replicas)
+        total = sum(
+            whole_vector(one.work.contribution(empty)) * sum(stop - start for start, stop in one.ranges)
+            for one in replicas
+        )
         found.append(total / BATCH)
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-6)
 
@@ -354,6 +363,40 @@ def test_what_is_not_finite_is_said_and_offered_to_nobody(kind: str, culprit: st
             assert peer.runner.trouble == ""
 
     run_virtual(main())
+
+
+def scaled(kind: type[Any]) -> Callable[[ComputeResult], ComputeResult]:
+    """Sends results of one kind that are much too large."""
+
+    def lie(made: ComputeResult) -> ComputeResult:
+        if made.tensor is None or not isinstance(made.compute, kind):
+            return made
+        return replace(made, tensor=ComputedTensor.on_current_stream(made.tensor.tensor * 1e12))
+
+    return lie
+
+
+@pytest.mark.parametrize("kind", [ComputeForward, ComputeBackward])
+def test_what_a_replica_sends_too_large_is_computed_by_another_one(kind: type[Any]) -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["replicas everywhere"]) as (coordinator, _, peers):
+            peers["e"].lie = scaled(kind)
+            await whole_batch(peers, coordinator)
+            check_gradient(peers, coordinator)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("kind", [ComputeForward, ComputeBackward])
+def test_who_gets_it_from_the_only_replica_stops_and_says_why(kind: type[Any]) -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["a chain"]) as (_, _, peers):
+            peers["b"].lie = scaled(kind)
+            await asyncio.sleep(600.0)
+
+    with pytest.raises(ExceptionGroup) as found:
+        run_virtual(main())
+    assert found.group_contains(NoOtherReplica, match="stage 1 has no other replica")
 
 
 @pytest.mark.parametrize("victim", ["a", "b", "e"])

@@ -55,7 +55,7 @@ def test_bytes_and_values_are_those_of_the_cpu(device: torch.device, codec: str,
     assert torch.equal(staging.pack_result(on_device, tail), torch.cat([expected, tail]))
     room = staging.allocate_host(len(expected) + 3)
     room[: len(expected)] = expected
-    found = staging.unpack_received(room[: len(expected)], TensorHeader.of(given))
+    found, _ = staging.unpack_received(room[: len(expected)], TensorHeader.of(given))
     assert found.device.type == device.type
     assert torch.equal(found.cpu(), unpack(expected, TensorHeader.of(given), staging.codec))
 
@@ -87,11 +87,11 @@ def test_memory_that_is_still_read_is_not_given_out(device: torch.device, worker
     packed = [staging.pack_result(ComputedTensor.on_current_stream(one.to(device))) for one in given]
     worker.submit(staging.unpack_received, packed[1], form).result()  # memory that is there to be used again
     with staging.computing():
-        arrived = worker.submit(staging.unpack_received, packed[0], form).result()
+        arrived, _ = worker.submit(staging.unpack_received, packed[0], form).result()
         keep_busy(device)
         doubled = arrived * 2
         del arrived
-        after = worker.submit(staging.unpack_received, packed[1], form).result()
+        after, _ = worker.submit(staging.unpack_received, packed[1], form).result()
         assert torch.equal(doubled.cpu(), given[0] * 2)
         assert torch.equal(after.cpu(), given[1])
 
@@ -104,7 +104,7 @@ def test_host_memory_is_pinned_for_a_gpu_and_used_again(device: torch.device, wo
     for _ in range(50):
         parcels.append(worker.submit(staging.pack_result, ComputedTensor.on_current_stream(given)).result())
         room = staging.allocate_host(form.packed_bytes(staging.codec)).copy_(parcels[-1])
-        assert torch.equal(worker.submit(staging.unpack_received, room, form).result(), given)
+        assert torch.equal(worker.submit(staging.unpack_received, room, form).result()[0], given)
         assert parcels[-1].is_pinned() == room.is_pinned() == on_gpu
         places |= {parcels[-1].data_ptr(), room.data_ptr()}
         del parcels[:-in_flight], room

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.peer.training.data import LeasedSamples, fingerprint, take_batch
-from shoal.swarm.sample_ranges import count, from_wire, merge
+from shoal.swarm.errors import UserError
+from shoal.swarm.sample_ranges import from_wire, merge
 
 LOSS = torch.tensor(2.0)
 
@@ -38,33 +39,75 @@ def test_batches_come_from_one_lease_at_a_time_and_in_order() -> None:
 
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
-    st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=40),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), max_size=40),
 )
-def test_no_sample_is_lost_or_done_twice(sizes: list[int], steps: list[tuple[int, bool]]) -> None:
+def test_no_sample_is_lost_or_done_twice(sizes: list[int], steps: list[tuple[int, int]]) -> None:
+    """However far ahead a loop fetches and however it accumulates, samples are done in order."""
     starts = np.cumsum([0, *sizes]).tolist()
     work = samples(*itertools.pairwise(starts), tokens=1)
-    done: list[tuple[int, int]] = []
+    done = 0
     for size, finishes in steps:
-        bounds = work.next_batch(size)
-        if bounds is None:
-            break
+        work.next_batch(size)
+        finishes = min(finishes, work.in_hand)
         if finishes:
-            work.finish_batch(LOSS)
-            done.append(bounds)
-    in_hand = 0 if not work.in_hand else sum(sizes) - work.left - count(done)
-    assert work.left + in_hand + count(done) == sum(sizes)
-    assert from_wire(work.done_ranges()) == merge(done)
-    assert work.tokens_done == count(done)
+            assert work.finish(finishes, LOSS) == finishes
+            done += finishes
+        assert work.left + work.in_hand + work.in_round == sum(sizes)
+        assert from_wire(work.done_ranges()) == merge([(0, done)])
+        assert work.undone() == merge([(done, sum(sizes))])
 
 
-def test_a_batch_that_was_not_finished_comes_again() -> None:
+def test_batches_of_a_loop_that_has_ended_come_again() -> None:
+    work = samples((0, 8), (20, 24))
+    assert [work.next_batch(4), work.next_batch(4), work.next_batch(2)] == [(0, 4), (4, 8), (20, 22)]
+    work.finish_batch(LOSS)
+    work.put_back()
+    assert (work.in_hand, work.left) == (0, 8)
+    assert [work.next_batch(9), work.next_batch(9), work.next_batch(9)] == [(4, 8), (20, 22), (22, 24)]
+
+
+def test_several_batches_in_hand_are_done_in_their_order() -> None:
+    work = samples((0, 12))
+    for _ in range(3):
+        work.next_batch(4)
+    assert work.finish_batch(LOSS) == 4
+    assert work.finish(6, torch.tensor(4.0)) == 6
+    assert from_wire(work.done_ranges()) == [(0, 10)]
+    assert (work.in_hand, work.undone(), work.steps) == (2, [(10, 12)], 2)
+    assert work.mean_loss() == (4 * 2.0 + 6 * 4.0) / 10
+    assert work.finish_batch(1.5) == 2
+
+
+def test_batches_in_hand_whose_lease_was_lost_come_to_their_step_and_do_not_count() -> None:
+    """A loop that fetches ahead trains on them after the resync."""
     work = samples((0, 8))
-    assert work.next_batch(4) == (0, 4)
-    assert work.next_batch(3) == (0, 3)
-    work.finish_batch(LOSS)
-    assert work.next_batch(9) == (3, 4)
-    work.finish_batch(LOSS)
-    assert work.next_batch(9) == (4, 8)
+    for _ in range(2):
+        work.next_batch(4)
+    work.drop_all()
+    assert (work.in_hand, work.undone()) == (0, [])
+    work.add_lease(0, 4)
+    work.next_batch(4)
+    assert [work.finish_batch(LOSS), work.finish(6, LOSS)] == [0, 2]
+    assert (from_wire(work.done_ranges()), work.steps, work.tokens_trained) == ([(0, 2)], 1, 20)
+
+
+def test_a_loop_cannot_count_samples_that_it_does_not_have() -> None:
+    work = samples((0, 8))
+    work.take(4)
+    for tried in (lambda: work.finish_batch(LOSS), lambda: work.finish(1, LOSS), lambda: work.finish(0, LOSS)):
+        with pytest.raises(UserError, match=r"session\.step"):
+            tried()
+    assert work.in_hand == 4
+
+
+def test_a_batch_that_is_lost_while_it_is_loaded_is_never_seen() -> None:
+    work = samples((0, 8))
+    work.next_batch(4)
+    second = work.take(4)
+    assert second is not None
+    work.drop_all()
+    work.discard(second)
+    assert (work.batches_given, work.finish_batch(LOSS), work.batches_given) == (1, 0, 0)
 
 
 def test_what_is_done_under_an_exchange_is_for_the_next_round() -> None:
@@ -128,7 +171,7 @@ def test_a_loss_that_is_not_finite_is_none(loss: float) -> None:
 
 
 def test_a_step_needs_a_batch() -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(UserError, match="without a batch in hand"):
         samples((0, 4)).finish_batch(LOSS)
 
 

@@ -10,16 +10,21 @@ from torch import nn
 from shoal.peer import machine_memory
 from shoal.peer.training import device as capability
 from shoal.peer.training.device import (
+    MemoryBytes,
+    MemoryLimits,
     available_bytes,
+    demanded_memory,
     free_bytes,
     kept_bytes,
     memory_bytes,
     samples_that_fit,
     usable_bytes,
+    usable_memory,
 )
 from shoal.swarm.errors import DeviceError
+from shoal.swarm.memory_account import MemoryDemand
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
@@ -60,8 +65,41 @@ def test_this_machine_has_something_free() -> None:
 def test_activations_get_what_is_free_beside_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "available_bytes", lambda device: 100_000)
     model = nn.Linear(100, 10, bias=False)  # 4000 bytes, in memory already
-    assert free_bytes(CPU, model, None, copies=4) == int(0.9 * 104_000) - 16_000
-    assert free_bytes(CPU, model, 50_000, copies=2.5) == 50_000 - 10_000
+    demand = MemoryDemand(device=2.5, host=3.0, shared=4.0)
+    assert free_bytes(CPU, model, MemoryLimits(), demand) == int(0.9 * 104_000) - 16_000
+    assert free_bytes(CPU, model, MemoryLimits(50_000), demand) == 50_000 - 16_000
+    assert free_bytes(CUDA, model, MemoryLimits(50_000), demand) == int(0.9 * 104_000) - 10_000
+    assert free_bytes(CUDA, model, MemoryLimits(1, 30_000), demand) == 30_000 - 10_000
+    model.frozen = nn.Linear(10, 10, bias=False).requires_grad_(False)
+    assert free_bytes(CUDA, model, MemoryLimits(1, 30_000), demand) == 30_000 - 10_000 - 400
+
+
+def test_a_gpus_memory_and_the_machines_have_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "available_bytes", lambda device: 1000 if device.type == "cpu" else 100)
+    assert usable_memory(CPU, MemoryLimits()) == MemoryBytes(900, None)
+    assert usable_memory(CUDA, MemoryLimits()) == MemoryBytes(900, 90)
+    assert usable_memory(CUDA, MemoryLimits(500, 50)) == MemoryBytes(500, 50)
+    assert usable_memory(CUDA, MemoryLimits(500)) == MemoryBytes(500, 90)
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_a_limit_without_effect_is_refused(device: str) -> None:
+    with pytest.raises(DeviceError, match="--max-device-memory is for a GPU with a memory of its own, and"):
+        usable_memory(torch.device(device), MemoryLimits(500, 50))
+
+
+def test_what_fits_fits_in_both_memories() -> None:
+    room = MemoryBytes(10, 5)
+    assert (MemoryBytes(4, 2) + MemoryBytes(6, 3)).fit_into(room)
+    assert not MemoryBytes(11, 5).fit_into(room)
+    assert not MemoryBytes(10, 6).fit_into(room)
+    assert MemoryBytes(10, None).fit_into(MemoryBytes(10, None))
+
+
+def test_activations_count_where_the_device_computes() -> None:
+    demand = MemoryDemand(device=2.0, host=3.0, shared=4.0)
+    assert demanded_memory(CPU, demand, 10, 7) == MemoryBytes(167, None)
+    assert demanded_memory(CUDA, demand, 10, 7) == MemoryBytes(120, 87)
 
 
 def test_what_autograd_keeps_is_counted_without_parameters() -> None:
@@ -77,18 +115,36 @@ def test_a_sample_that_needs_too_much_is_given_up_before_it_has_taken_it() -> No
     for layer in layers:
         layer.register_forward_hook(lambda *_: made.append(1))
     with pytest.raises(DeviceError, match="--max-memory"):
-        samples_that_fit(layers, lambda: layers(given).sum(), batch=4, free_bytes=6 * 2**20)
+        samples_that_fit(layers, lambda _: layers(given).sum(), batch=4, free_bytes=6 * 2**20)
     assert len(made) < 8
 
 
 def test_samples_that_fit_are_counted_by_what_one_keeps() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 
-    def one() -> torch.Tensor:
-        loss: torch.Tensor = model(torch.ones(1, 8)).sum()
+    def loss_of(samples: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(samples, 8)).sum()
         return loss
 
-    assert samples_that_fit(model, one, batch=8, free_bytes=3 * 96) == 3  # 64 bytes, and half as much again
-    assert samples_that_fit(model, one, batch=8, free_bytes=10**6) == 8
+    assert samples_that_fit(model, loss_of, batch=8, free_bytes=3 * 96) == 3  # 64 bytes, and half as much again
+    assert samples_that_fit(model, loss_of, batch=8, free_bytes=2 * 96 - 1) == 1
+    assert samples_that_fit(model, loss_of, batch=1, free_bytes=96) == 1
+    assert samples_that_fit(model, loss_of, batch=8, free_bytes=10**6) == 8
     with pytest.raises(DeviceError, match="--max-memory"):
-        samples_that_fit(model, one, batch=8, free_bytes=95)
+        samples_that_fit(model, loss_of, batch=8, free_bytes=95)
+
+
+def test_autocasts_copies_of_the_weights_are_no_samples_memory() -> None:
+    """They are kept once, and would be many times a sample's activations."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
+
+    def loss_of(samples: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: torch.Tensor = model(torch.ones(samples, 256)).float().sum()
+            return loss
+
+    weights, sample = 3 * 2 * 256 * 256, kept_bytes(model, lambda: loss_of(5)) - kept_bytes(model, lambda: loss_of(4))
+    assert weights > 100 * sample
+    assert kept_bytes(model, lambda: loss_of(1)) >= weights
+    room = int(1.5 * (kept_bytes(model, lambda: loss_of(1)) + 63 * sample))
+    assert samples_that_fit(model, loss_of, batch=128, free_bytes=room) == 64

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.gradients import take_gradients
 from tests.peer.layered_models import GPT, LayeredAndWhole, batch_of, gpt, shapes
 from torch import Tensor, nn
 
+from shoal.compression.range_reader import whole_vector
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.recipes.gpt_model import GptSettings, layered_gpt
 from shoal.peer.training.layers import (
@@ -59,7 +61,7 @@ def test_the_wholes_vector_is_those_of_its_stages(make: Callable[[], LayeredAndW
     layered.check_whole(recipe.build_model(2))
     vectors = [ParameterVector(layered.build(first, stop)) for first, stop in ((0, 1), (1, 4), (4, 6))]
     assert tuple(spec for one in vectors for spec in one.layout) == whole.layout == layered.layout
-    assert torch.equal(torch.cat([one.read() for one in vectors]), whole.read())
+    assert torch.equal(torch.cat([whole_vector(one) for one in vectors]), whole_vector(whole))
     assert sum(layered.parameters_bytes(number) for number in range(6)) == 4 * whole.elements
 
 
@@ -95,17 +97,17 @@ def test_building_is_a_function_of_the_seed_alone(make: Callable[[], LayeredAndW
     recipe = make()
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = ParameterVector(recipe.layers(5).build(1, 3)).read()
+    first = whole_vector(ParameterVector(recipe.layers(5).build(1, 3)))
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert torch.equal(ParameterVector(recipe.layers(5).build(1, 3)).read(), first)
+    assert torch.equal(whole_vector(ParameterVector(recipe.layers(5).build(1, 3))), first)
 
 
 def test_defaults_of_the_caller_do_not_matter() -> None:
-    expected = ParameterVector(gpt().layers(5).build(1, 3)).read()
+    expected = whole_vector(ParameterVector(gpt().layers(5).build(1, 3)))
     torch.set_default_dtype(torch.float64)
     try:
-        assert torch.equal(ParameterVector(gpt().layers(5).build(1, 3)).read(), expected.to(torch.float32))
+        assert torch.equal(whole_vector(ParameterVector(gpt().layers(5).build(1, 3))), expected.to(torch.float32))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -261,13 +263,13 @@ def test_stages_with_shared_weights_give_the_whole_models_gradient() -> None:
     layered, given = tied(), torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
     whole = layered.build(0, 3)
     whole(given).square().mean().backward()
-    expected = ParameterVector(whole).take_gradients()
+    expected = take_gradients(ParameterVector(whole))
     stages = [layered.build(number, number + 1) for number in range(3)]
     flowing = given
     for stage in stages:
         flowing = stage(flowing)
     flowing.square().mean().backward()
-    assert torch.equal(torch.cat([ParameterVector(stage).take_gradients() for stage in stages]), expected)
+    assert torch.equal(torch.cat([take_gradients(ParameterVector(stage)) for stage in stages]), expected)
 
 
 def test_all_between_two_that_share_weights_is_one_layer_with_them() -> None:

@@ -1,12 +1,21 @@
 """Tests of training/parameters: a model's parameters as one vector, and its layout."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
 
+from shoal.compression.range_reader import whole_vector
 from shoal.peer.checkpoints.local_state import local_state_tree
-from shoal.peer.training.parameters import ParameterVector, plain_name, split_by_layout
-from shoal.swarm.averaging.outcome import CarriedResidual
+from shoal.peer.training import parameters
+from shoal.peer.training.parameters import (
+    MasterWeights,
+    ParameterVector,
+    frozen_parameters,
+    plain_name,
+    split_by_layout,
+)
 from shoal.swarm.errors import ModelMismatch
 
 
@@ -20,13 +29,13 @@ def test_reads_and_writes_in_the_order_of_names() -> None:
     vector = ParameterVector(model)
     assert [spec.name for spec in vector.layout] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
     assert vector.elements == 12 + 4 + 4 + 4 + 8 == sum(spec.elements for spec in vector.layout)
-    values = vector.read()
+    values = whole_vector(vector)
     assert torch.equal(values[:12], model[0].weight.detach().reshape(-1))  # type: ignore[index, union-attr]
     vector.write(torch.arange(32.0))
-    assert torch.equal(vector.read(), torch.arange(32.0))
+    assert torch.equal(whole_vector(vector), torch.arange(32.0))
     assert torch.equal(model[2].weight.detach(), torch.arange(24.0, 32.0).view(2, 4))  # type: ignore[index, union-attr]
     # What was read before is a copy.
-    assert not torch.equal(values, vector.read())
+    assert not torch.equal(values, whole_vector(vector))
 
 
 def test_buffers_and_frozen_parameters_stay_local() -> None:
@@ -47,13 +56,16 @@ def test_tied_parameters_count_once() -> None:
     assert ParameterVector(model).elements == 9
 
 
-def test_other_types_are_told_and_converted() -> None:
-    model = nn.Linear(2, 2).to(torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_type_is_each_peers_own(dtype: torch.dtype) -> None:
+    model = make_model().to(dtype)
     vector = ParameterVector(model)
-    assert vector.layout[0].dtype == "float64"
-    assert vector.read().dtype == torch.float32
-    vector.write(torch.ones(6))
-    assert torch.equal(model.bias.detach(), torch.ones(2, dtype=torch.float64))
+    assert vector.layout == ParameterVector(make_model()).layout
+    assert whole_vector(vector).dtype == torch.float32
+    values = torch.linspace(-1.0, 1.0, vector.elements)
+    vector.write(values)
+    assert torch.equal(model[2].weight.detach(), values[24:].view(2, 4).to(dtype))  # type: ignore[index, union-attr]
+    assert torch.equal(whole_vector(vector), values.to(dtype).float())
 
 
 def test_writing_leaves_no_history_and_keeps_the_tensors() -> None:
@@ -65,23 +77,6 @@ def test_writing_leaves_no_history_and_keeps_the_tensors() -> None:
     assert all(one.is_leaf and one.requires_grad for one in model.parameters())
 
 
-def test_takes_gradients_once() -> None:
-    model = nn.Linear(2, 3)
-    vector = ParameterVector(model)
-    model(torch.ones(1, 2)).sum().backward()
-    model.bias.grad = None
-    assert torch.equal(vector.take_gradients(), torch.tensor([1.0] * 6 + [0.0] * 3))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not bool(vector.take_gradients().any())
-
-
-def test_gradients_of_any_layout() -> None:
-    model = nn.Linear(2, 3, bias=False)
-    vector = ParameterVector(model)
-    model.weight.grad = torch.arange(6.0).view(2, 3).t()
-    assert torch.equal(vector.take_gradients(), torch.tensor([0.0, 3, 1, 4, 2, 5]))
-
-
 def test_a_model_without_parameters_cannot_take_part() -> None:
     with pytest.raises(ModelMismatch, match="no trainable"):
         ParameterVector(nn.ReLU())
@@ -89,21 +84,35 @@ def test_a_model_without_parameters_cannot_take_part() -> None:
 
 def test_named_tensors_share_the_vector() -> None:
     vector = ParameterVector(make_model())
-    values = vector.read()
-    named = vector.named(values)
+    values = whole_vector(vector)
+    named = split_by_layout(values, vector.layout)
     assert named["2.weight"].shape == (2, 4)
     named["0.bias"].fill_(7.0)
     assert torch.equal(values[12:16], torch.full((4,), 7.0))
     assert list(split_by_layout(values, vector.layout)) == [spec.name for spec in vector.layout]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_types_that_do_not_hold_the_anchor_are_refused(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(dtype))
-    with pytest.raises(ModelMismatch, match=r"parameter 1\.weight is b?float16, .*inner\.precision = \"bfloat16\""):
+def test_types_that_cannot_be_trained_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64))
+    with pytest.raises(ModelMismatch, match=r"parameter 1\.weight is complex64: .* freeze this one or convert it"):
         ParameterVector(model)
     model[1].requires_grad_(False)
     assert ParameterVector(model).elements == 6, "what is not trained is no part of the anchor"
+
+
+def test_masters_hold_what_low_precision_parameters_round() -> None:
+    model = make_model()
+    model[2].to(torch.bfloat16)  # type: ignore[operator]
+    masters = MasterWeights(model)
+    vector = ParameterVector(model, masters)
+    assert vector.weights[:4] == vector.parameters[:4], "float32 parameters are their own masters"
+    assert vector.weights[4] is masters.of(vector.parameters[4]) is not vector.parameters[4]
+    values = torch.linspace(-1.0, 1.0, vector.elements)
+    vector.write(values[:30])
+    vector.write(values[30:], 30)
+    assert torch.equal(whole_vector(vector), values)
+    assert vector.rounded(values) is values
+    assert torch.equal(vector.parameters[4].detach(), values[24:].view(2, 4).to(torch.bfloat16))
 
 
 class Wrapper(nn.Module):
@@ -121,8 +130,8 @@ def test_wrapped_models_are_the_same_run() -> None:
     inside[2] = torch.compile(inside[2])  # type: ignore[index, operator]
     for model in (torch.compile(plain), Wrapper(plain), Wrapper(torch.compile(plain)), inside):  # type: ignore[arg-type]
         assert ParameterVector(model).layout == expected  # type: ignore[arg-type]
-    buffers = local_state_tree(None, plain, CarriedResidual(None, 0))["buffers"]
-    assert local_state_tree(None, Wrapper(plain), CarriedResidual(None, 0))["buffers"].keys() == buffers.keys()
+    buffers = local_state_tree(None, plain)["buffers"]
+    assert local_state_tree(None, Wrapper(plain))["buffers"].keys() == buffers.keys()
 
 
 @pytest.mark.parametrize(
@@ -138,3 +147,59 @@ def test_names_that_become_the_same_are_refused() -> None:
     model.weight = nn.Parameter(torch.ones(2))
     with pytest.raises(ModelMismatch, match="two parameters are called weight"):
         ParameterVector(model)
+
+
+# Parameters that are not trained ----------------------------------------------------------------------------
+
+
+def adapted(seed: int = 0, trained: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[0].requires_grad_(trained)
+    return model
+
+
+def test_frozen_parameters_are_told_apart_by_names_shapes_and_values() -> None:
+    found = frozen_parameters(adapted())
+    assert found is not None
+    assert found.elements == 20
+    assert frozen_parameters(adapted()) == found
+    others = [adapted(1), adapted(), adapted(), nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))]
+    with torch.no_grad():
+        others[1][0].bias[4] += 1e-6  # type: ignore[index,operator,union-attr]
+    others[2] = nn.Sequential(OrderedDict(base=others[2][0], head=others[2][1]))  # type: ignore[index,arg-type]
+    others[3][0].requires_grad_(False)  # type: ignore[index]
+    digests = [frozen_parameters(one) for one in others]
+    assert found not in digests
+    assert len({one.digest for one in digests if one is not None}) == 4
+
+
+def test_trained_parameters_are_in_no_digest_of_frozen_ones() -> None:
+    assert frozen_parameters(adapted(trained=True)) is None
+    model = adapted()
+    before = frozen_parameters(model)
+    with torch.no_grad():
+        model[1].weight.fill_(3.0)  # type: ignore[index,union-attr,operator]
+    assert frozen_parameters(model) == before
+
+
+def test_a_frozen_base_is_the_same_one_in_another_type_or_layout_if_its_values_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = adapted().bfloat16()
+    expected = frozen_parameters(base.float())
+    assert frozen_parameters(base.bfloat16()) == expected
+    assert frozen_parameters(nn.Sequential(base[0].double(), base[1])) == expected  # type: ignore[index]
+    monkeypatch.setattr(parameters, "_PIECE", 7)
+    assert frozen_parameters(base) == expected
+    assert frozen_parameters(torch.compile(base, backend="eager")) == expected  # type: ignore[arg-type]
+
+
+def test_a_quantised_base_counts_by_its_bytes() -> None:
+    model = adapted()
+    model.codes = nn.Parameter(torch.arange(9, dtype=torch.int8).view(3, 3).t(), requires_grad=False)
+    found = frozen_parameters(model)
+    model.codes.data[1, 2] = 100
+    assert found is not None
+    assert found.elements == 29
+    assert frozen_parameters(model) != found

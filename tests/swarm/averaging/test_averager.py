@@ -12,8 +12,12 @@ from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, tog
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
+from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.formats import CODEC_NAMES
-from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync
+from shoal.swarm.averaging.buffer_pool import BufferPool
+from shoal.swarm.averaging.contribution import encode
+from shoal.swarm.averaging.leaf_grid import LeafGrid
+from shoal.swarm.averaging.outcome import Aborted, Committed, Resync
 from shoal.swarm.coordinator.events import WentBack
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.protocol.messages import (
@@ -72,9 +76,9 @@ def test_rounds_commit_the_same_for_all(members: int, codec: str) -> None:
                         [run[index].averager.round_feedback.error_feedback.residual for index in range(members)],
                         weights,
                     )
-                    torch.testing.assert_close(first.mean.double() + kept, expected, atol=1e-5, rtol=0)
+                    torch.testing.assert_close(first.mean.whole().double() + kept, expected, atol=1e-5, rtol=0)
                     if codec in MEAN_ATOL:
-                        torch.testing.assert_close(first.mean.double(), expected, atol=MEAN_ATOL[codec], rtol=0)
+                        torch.testing.assert_close(first.mean.whole().double(), expected, atol=MEAN_ATOL[codec], rtol=0)
             assert len(set(chains)) == 2
             assert run.coordinator.machine.scope.tokens_committed == 2 * sum(weights)
 
@@ -91,7 +95,7 @@ def test_nothing_is_lost_when_weights_change() -> None:
             for number, weights in enumerate(rounds):
                 outcomes = await together(*play_all(run, 10 * number, weights))
                 assert isinstance(outcomes[0], Committed)
-                applied += sum(weights) * outcomes[0].mean.double()
+                applied += sum(weights) * outcomes[0].mean.whole().double()
                 brought += sum(weights) * weighted([contribution(10 * number + index) for index in range(3)], weights)
             for index, weight in enumerate(rounds[-1]):
                 applied += weight * run[index].averager.round_feedback.error_feedback.residual.double()
@@ -299,7 +303,7 @@ def test_who_comes_too_late_brings_it_to_the_next_round_by_its_weight() -> None:
             assert all(isinstance(one, Committed) and one.included for one in outcomes)
             assert isinstance(outcomes[0], Committed)
             brought = [contribution(seed) for seed in (10, 11, 2, 12)]
-            close(outcomes[0].mean, weighted(brought, [10, 10, 30, 10]))
+            close(outcomes[0].mean.whole(), weighted(brought, [10, 10, 30, 10]))
             assert in_step(*run.members)
             # Once only.
             outcomes = await together(
@@ -307,7 +311,7 @@ def test_who_comes_too_late_brings_it_to_the_next_round_by_its_weight() -> None:
             )
             assert isinstance(outcomes[0], Committed)
             mean = weighted([contribution(20 + index) for index in range(3)], [10, 10, 40])
-            close(outcomes[0].mean, mean)
+            close(outcomes[0].mean.whole(), mean)
 
     run_virtual(main())
 
@@ -333,7 +337,7 @@ def test_what_was_late_is_dropped_with_its_samples() -> None:
             outcomes = await together(run[0].play(contribution(10), 20), late.play(contribution(11), 20))
             assert isinstance(outcomes[0], Committed)
             expected = weighted([contribution(10), contribution(11)], [1, 1])
-            close(outcomes[0].mean, expected)
+            close(outcomes[0].mean.whole(), expected)
 
     run_virtual(main())
 
@@ -350,6 +354,9 @@ def test_a_planned_member_that_missed_the_exchange_keeps_it_for_the_next() -> No
                 await absent.work(10)
                 await absent.until_due()
                 offer = absent.offer(contribution(2))
+                feedback, grid = ErrorFeedback(ELEMENTS), LeafGrid(ELEMENTS, absent.averager._codec_map)
+                feedback.begin(offer.contribution)
+                encoded = await encode(feedback, grid, BufferPool())
                 ready = PeerToCoordinatorRoundReady(
                     round=offer.round,
                     anchor_version=offer.anchor_version,
@@ -357,7 +364,8 @@ def test_a_planned_member_that_missed_the_exchange_keeps_it_for_the_next() -> No
                     weight_tokens=offer.weight_tokens,
                     ranges=offer.ranges,
                     loss=None,
-                    norms=honest(offer.contribution),
+                    norms=honest(contribution(2)),
+                    root=encoded.root,
                 )
                 await absent.client.ask_view(ready)
                 await absent.client.wait_for(lambda view: view.round > 0)
@@ -370,7 +378,7 @@ def test_a_planned_member_that_missed_the_exchange_keeps_it_for_the_next() -> No
             outcomes = await together(*play_all(run, 10))
             assert isinstance(outcomes[0], Committed)
             expected = sum(contribution(seed).double() for seed in (10, 11, 12, 2)) / 3
-            close(outcomes[0].mean, expected)
+            close(outcomes[0].mean.whole(), expected)
 
     run_virtual(main())
 
@@ -682,7 +690,7 @@ def test_the_last_committed_results_are_kept_and_none_of_aborted_rounds() -> Non
 def test_a_contribution_beyond_float32_is_refused_and_forgotten() -> None:
     async def main() -> None:
         async with swarm(1, run_toml(10), ELEMENTS) as run:
-            run[0].averager.round_feedback.error_feedback.load(torch.full((ELEMENTS,), 3e38))
+            run[0].averager.round_feedback.error_feedback.load(lambda memory: memory.fill_(3e38))
             await run[0].work(10)
             outcome = await run[0].average(torch.full((ELEMENTS,), 3e38))
             assert isinstance(outcome, Resync)
@@ -698,7 +706,7 @@ def test_a_residual_that_overflows_in_new_units_is_forgotten() -> None:
     async def main() -> None:
         async with swarm(1, run_toml(10), ELEMENTS) as run:
             averager = run[0].averager
-            averager.round_feedback.restore(CarriedResidual(torch.full((ELEMENTS,), 1e38), 1000))
+            averager.round_feedback.restore(lambda residual: (residual.fill_(1e38), 1000)[1])
             await run[0].work(10)
             assert isinstance(await run[0].average(torch.ones(ELEMENTS)), Resync)
             assert averager.round_feedback.carried.weight_tokens == 0

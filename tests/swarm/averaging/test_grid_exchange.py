@@ -18,11 +18,12 @@ from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.formats import CODEC_NAMES
+from shoal.compression.robust_mean import Method, clipped_mean, trimmed_mean
 from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.result_fetch import complete_part
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.protocol.rounds import Part, RoundPlan
+from shoal.swarm.protocol.rounds import Part, RoundPlan, leaf_elements
 
 SQUARE = [[0, 5, 10, 15], [1, 4, 11, 14], [2, 7, 8, 13], [3, 6, 9, 12]]
 UNEVEN = [[0, 3, 6], [1, 4], [2, 5]]
@@ -83,6 +84,45 @@ def test_everybody_gets_the_same_weighted_mean(rows: list[list[int]], codec: str
         conserved(sides, means[0])
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+@pytest.mark.parametrize("rows", [SQUARE, UNEVEN, [[0, 1, 2, 3, 4, 5, 6]]], ids=["4x4", "3+2+2", "flat"])
+@pytest.mark.parametrize("mean", ["clip", "trimmed"])
+def test_everybody_gets_the_same_robust_mean(mean: Method, rows: list[list[int]], codec: str) -> None:
+    """Of each row, and then of the rows; the same bytes in another order of arrival, and nothing above a bound."""
+
+    async def main(seed: int) -> list[bytes | None]:
+        weights = [1 + index % 5 for index in range(sum(map(len, rows)))]
+        plan = plan_of(weights, rows).model_copy(update={"mean": mean})
+        sides = make_sides(MemoryNetwork(seed), plan, codec)
+        await run_all(sides)
+        means = [await side.commit() for side in sides]
+        assert all(torch.equal(one, means[0]) for one in means)
+        assert all(side.outcome == ExchangeResult() for side in sides)
+        if codec == "float32":
+            of_row = [
+                combined(mean, [sides[one].brought for one in row], [weights[one] for one in row]) for row in rows
+            ]
+            torch.testing.assert_close(
+                means[0], combined(mean, of_row, [sum(weights[one] for one in row) for row in rows]), atol=1e-3, rtol=0
+            )
+            assert all(float(side.feedback.residual.norm()) == 0 for side in sides)
+        return digests(sides[0])
+
+    assert run_virtual(main(1)) == run_virtual(main(2)) != []
+
+
+def combined(mean: Method, values: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:
+    """The mean, of the whole vectors where values matter alone, else leaf by leaf."""
+    if len(values) == 1:
+        return values[0]
+    combine, size = trimmed_mean if mean == "trimmed" else clipped_mean, leaf_elements(values[0].numel())
+    leaves = [
+        combine(leaf, [float(one) for one in weights], [1.0] * len(weights))
+        for leaf in zip(*(one.split(size) for one in values), strict=True)
+    ]
+    return torch.cat(leaves)
 
 
 def test_the_same_contributions_give_the_same_bytes() -> None:
@@ -202,7 +242,8 @@ def test_a_row_reducer_that_is_in_a_mean_by_itself_is_in_it_as_it_was_encoded() 
         await side.store.put(chunk, memoryview(unflagged))
         start, stop = side.store.bounds(chunk)
         codec = side.store.codec_map.contribution(start, stop)
-        sent = codec.decode(await side.exchange._source.chunk(chunk), stop - start)
+        served = (await side.exchange._source.chunk(chunk))[: codec.packed_bytes(stop - start)]
+        sent = codec.decode(served, stop - start)
         await side.commit()
         assert torch.equal(side.feedback.residual[start:stop], side.brought[start:stop] - sent)
 

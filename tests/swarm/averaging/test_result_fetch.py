@@ -9,7 +9,7 @@ from tests.fakes.rounds import results_of, verdict_on
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.swarm.averaging.result_fetch import fetch_committed
-from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.results import ResultStore, RoundMean
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.types import Blob
 
@@ -50,7 +50,7 @@ def fetched(*donors: list[memoryview]) -> ResultStore:
 def mean_of(chunks: list[memoryview]) -> torch.Tensor:
     store = ResultStore.of(VERDICT, CODEC_MAP)
     store.adopt(chunks)
-    return store.mean()
+    return RoundMean(store).whole()
 
 
 def split_elsewhere() -> list[memoryview]:
@@ -60,18 +60,18 @@ def split_elsewhere() -> list[memoryview]:
 
 
 def test_it_brings_what_was_committed() -> None:
-    assert torch.equal(fetched(CHUNKS).mean(), mean_of(CHUNKS))
-    assert torch.equal(fetched(CHUNKS, CHUNKS).mean(), mean_of(CHUNKS))
+    assert torch.equal(RoundMean(fetched(CHUNKS)).whole(), mean_of(CHUNKS))
+    assert torch.equal(RoundMean(fetched(CHUNKS, CHUNKS)).whole(), mean_of(CHUNKS))
 
 
 def test_a_member_that_splits_a_part_elsewhere_is_left() -> None:
-    assert torch.equal(fetched(split_elsewhere(), CHUNKS).mean(), mean_of(CHUNKS))
+    assert torch.equal(RoundMean(fetched(split_elsewhere(), CHUNKS)).whole(), mean_of(CHUNKS))
     with pytest.raises(LinkError, match="with its header"):
         fetched(split_elsewhere())
 
 
 def test_other_bytes_are_not_taken() -> None:
     other = results_of(PLAN, CODEC_MAP, seed=1, empty=[4])
-    assert torch.equal(fetched(other, CHUNKS).mean(), mean_of(CHUNKS))
+    assert torch.equal(RoundMean(fetched(other, CHUNKS)).whole(), mean_of(CHUNKS))
     with pytest.raises(LinkError, match=f"{PEERS[0]} has other bytes of round 3"):
         fetched(other)

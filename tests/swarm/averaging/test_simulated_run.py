@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import Sequence
 
 import torch
+from tests.fakes.gradients import take_gradients
 from tests.fakes.memory_network import MemoryNetwork
+from tests.fakes.outer_steps import stepped
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor, nn
 
+from shoal.compression.range_reader import whole_vector
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.outer_optimizer import AdamW
 from shoal.peer.training.parameters import ParameterVector
@@ -44,11 +47,11 @@ class TorchMember(SimMember):
         self.vector = ParameterVector(model := make_model())
         self.model = model
         self.work_done = AccumulatedGradient(self.vector)
-        self.anchor = self.vector.read()
+        self.anchor = whole_vector(self.vector)
         self.outer = torch.zeros(OUTER.slots, ELEMENTS)
 
     def apply(self, mean: Tensor) -> None:
-        self.anchor, self.outer = OUTER.step(self.anchor, self.outer, mean, self.version)
+        self.anchor, self.outer = stepped(OUTER, self.anchor, self.outer, mean, self.version)
         self.work_done.restart_from(self.anchor)
 
     async def train(self, start: int, stop: int) -> None:
@@ -63,7 +66,7 @@ class TorchMember(SimMember):
         while self.version < version:
             due = self.view.round != self.round or self.view.phase in ("closing", "averaging")
             if due:
-                await self.average(self.work_done.contribution(self.anchor))
+                await self.average(whole_vector(self.work_done.contribution(self.anchor)))
                 continue
             ask = PeerToCoordinatorRequestLease(round=self.round, samples=4, tokens_done=count(self.done))
             answer = await self.client.ask(ask, CoordinatorToPeerLease)
@@ -103,14 +106,14 @@ def test_the_same_run_again_gives_the_same_bits() -> None:
 def test_a_virtual_batch_is_the_batch_of_one_machine() -> None:
     model = make_model()
     vector = ParameterVector(model)
-    anchor, outer = vector.read(), torch.zeros(OUTER.slots, ELEMENTS)
+    anchor, outer = whole_vector(vector), torch.zeros(OUTER.slots, ELEMENTS)
     for number in range(ROUNDS):
         loss_of(model, number * ROUND_SAMPLES, (number + 1) * ROUND_SAMPLES).backward()  # type: ignore[no-untyped-call]
-        anchor, outer = OUTER.step(anchor, outer, vector.take_gradients(), number)
+        anchor, outer = stepped(OUTER, anchor, outer, take_gradients(vector), number)
         vector.write(anchor)
     found, _ = simulate("float32", 2)
     torch.testing.assert_close(found, anchor, atol=2e-4, rtol=0)
-    assert float((found - ParameterVector(make_model()).read()).abs().max()) > 100 * 2e-4
+    assert float((found - whole_vector(ParameterVector(make_model()))).abs().max()) > 100 * 2e-4
 
 
 def with_fixed_leases(seed: int, latencies_s: tuple[float, float], pauses_s: Sequence[float]) -> Tensor:
@@ -124,7 +127,7 @@ def with_fixed_leases(seed: int, latencies_s: tuple[float, float], pauses_s: Seq
             async def member_round(member: TorchMember, pause_s: float) -> None:
                 await asyncio.sleep(pause_s)
                 while isinstance(
-                    outcome := await member.average(member.work_done.contribution(member.anchor)), Aborted
+                    outcome := await member.average(whole_vector(member.work_done.contribution(member.anchor))), Aborted
                 ):
                     pass
                 assert isinstance(outcome, Committed)

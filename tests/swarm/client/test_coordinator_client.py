@@ -206,3 +206,43 @@ def test_what_waiting_does_not_help_against_is_raised_at_once() -> None:
                 await run.members[0].client.join_in_time()
 
     run_virtual(main())
+
+
+# Callers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_caller_is_awaited_until_a_roster_of_after_its_call_is_here_however_late_that_comes() -> None:
+    async def main() -> None:
+        async with swarm(3, run_toml(12), ELEMENTS) as run:
+            late, comes = run.members[0], run.members[2]
+            key, late_s = comes.channel.own_keys.public, late.client.deadlines.request_s
+            assert comes.task is not None
+            comes.task.cancel()
+            await comes.client.leave("done")
+            await asyncio.sleep(1.0)
+            assert not late.client.node.knows_key(key)
+            run.coordinator.pushes = False
+            await comes.client.join()
+            late.channel.silent = True  # a machine so busy that the answers to its heartbeats are lost
+            call = asyncio.create_task(late.client.admit(key))
+            await asyncio.sleep(late_s)
+            assert not call.done()
+            late.channel.silent = False
+            assert await call
+
+    run_virtual(main())
+
+
+def test_a_stranger_is_refused_as_soon_as_the_next_heartbeat_has_its_answer() -> None:
+    async def main() -> None:
+        async with swarm(2, run_toml(8), ELEMENTS) as run:
+            client = run.members[0].client
+            start_s = asyncio.get_running_loop().time()
+            assert not await client.admit(bytes(32))
+            assert asyncio.get_running_loop().time() - start_s < 2 * client.deadlines.heartbeat_s
+            run.coordinator.away = True
+            start_s = asyncio.get_running_loop().time()
+            assert not await client.admit(bytes(32))
+            assert asyncio.get_running_loop().time() - start_s == pytest.approx(client.deadlines.dead_s)
+
+    run_virtual(main())

@@ -21,6 +21,7 @@ def attributes_of(machine: Any, left_out: set[str]) -> dict[str, Any]:
     found = {name: value for name, value in vars(machine).items() if name not in left_out}
     caches = ("roster_version", "_changes", "_states", "_remembered")
     found["membership"] = {name: value for name, value in vars(machine.membership).items() if name not in caches}
+    found["access_list"] = machine.admission.access_list
     current = found.get("round")
     if current is not None and current.phase == "training":
         found["round"] = replace(current, phase="waiting")  # which of the two it is, heartbeats say anew

@@ -69,7 +69,7 @@ def initial(stage: int) -> bytes:
 
 def model(stage: int) -> PeerToCoordinatorDescribeModel:
     return PeerToCoordinatorDescribeModel(
-        layout=(TensorSpec(name="w", shape=(100, 50 + stage), dtype="float32"),),
+        layout=(TensorSpec(name="w", shape=(100, 50 + stage)),),
         corpus_digest=b"c" * 32,
         tokens_per_sample=TOKENS_PER_SAMPLE,
         samples=64,
@@ -94,7 +94,7 @@ def plan(
 
     for peer in [one for one in peers if one.peer not in spans]:
         scarce = min(range(STAGES), key=lambda stage: (len(holders(stage)), stage))
-        spans[peer.peer] = (0, STAGES - 1) if peer.memory_bytes >= WHOLE else (scarce, scarce)
+        spans[peer.peer] = (0, STAGES - 1) if peer.host_bytes >= WHOLE else (scarce, scarce)
     while empty := [stage for stage in range(STAGES) if not holders(stage)]:
         spare = [one for one, (a, b) in sorted(spans.items()) if a == b and len(holders(a)) > 1]
         if not spare:
@@ -246,7 +246,7 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
         peer.forget()
         self.machine.admission.join(entry(peer.number, peer.key), CPU, self.now_s)
         able = Capability(
-            memory_bytes=peer.memory_bytes, holds_all=False, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01
+            host_bytes=peer.memory_bytes, device_bytes=None, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01
         )
         shown = PeerToCoordinatorShowCapability(capability=able, layers=SIZES)
         self.machine.show_capability(peer.name, shown, self.now_s)

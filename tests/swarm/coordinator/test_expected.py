@@ -114,7 +114,7 @@ def test_what_members_say_of_their_links_meanwhile_changes_nothing() -> None:
 def test_chunks_are_as_large_as_the_run_s_codec_packs_into_one(
     monkeypatch: pytest.MonkeyPatch, codec: str, most: int
 ) -> None:
-    large = TensorSpec(name="w", shape=(2**13, 2**14), dtype="float32")
+    large = TensorSpec(name="w", shape=(2**13, 2**14))
     monkeypatch.setattr("tests.swarm.coordinator.world.MODEL", MODEL.model_copy(update={"layout": (large,)}))
     run = run_file()
     world = World(run.model_copy(update={"averaging": run.averaging.model_copy(update={"codec": codec})}), members=4)

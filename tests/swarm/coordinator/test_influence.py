@@ -199,6 +199,18 @@ def test_a_run_may_do_without_bounds_and_still_knows_who_would_have_been_above()
     assert world.scope.history.rounds[0].suspects == (world.workers[3].peer,)
 
 
+@pytest.mark.parametrize("robust", ["clip", "trimmed"])
+def test_robust_means_keep_the_bound_and_stand_in_the_plan(robust: str) -> None:
+    run = run_file()
+    run = run.model_copy(update={"averaging": run.averaging.model_copy(update={"robust": robust})})
+    plan = averaging(playing(run, (1.0, 1.0, 1.0, 1e30)), 4)
+    assert plan.mean == robust
+    assert sum(one.factor < 1e-20 for one in plan.members) == 1
+    for one in plan.members:
+        usual = norm_bound(one, 1.0, 0.6) / SLACK if robust == "clip" else 1.0
+        assert one.usual_norm == pytest.approx(usual)
+
+
 def test_newcomers_set_nothing_where_others_have_a_record() -> None:
     world = playing(run_file(), (1.0, 1.0))
     plays(world, RECORD_ROUNDS, 2)

@@ -492,7 +492,7 @@ def test_the_first_plan_of_a_free_number_of_stages_waits_for_those_that_start_to
 
 def test_until_the_model_is_cut_layers_bind_only_while_somebody_is_there_who_has_them() -> None:
     world = PipelineWorld(run_file())
-    able = Capability(memory_bytes=SMALL, holds_all=False, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01)
+    able = Capability(host_bytes=SMALL, device_bytes=None, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01)
     wrong = tuple(one.model_copy(update={"parameters_bytes": 7}) for one in SIZES)
 
     def first(layers: tuple[LayerSize, ...]) -> None:
@@ -519,7 +519,7 @@ def test_until_the_model_is_cut_layers_bind_only_while_somebody_is_there_who_has
 
 def test_layers_and_samples_are_the_runs() -> None:
     world = training()
-    able = Capability(memory_bytes=1, holds_all=False, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01)
+    able = Capability(host_bytes=1, device_bytes=None, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01)
     peer = world.peers[0]
     for layers in (SIZES[:-1], (SIZES[1], *SIZES[1:])):
         shown = able.model_copy(update={"layer_s": (0.1,) * len(layers)})

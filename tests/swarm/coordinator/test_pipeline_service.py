@@ -57,6 +57,8 @@ name = "own"
 [pipeline]
 stages = 2
 micro_batch = 2
+[access]
+admission = "open"
 [round]
 tokens = 80
 patience_s = 60
@@ -106,7 +108,7 @@ class Peer:
         return (await self.ask(knock, CoordinatorToPeerJoinAccepted, scope)).view
 
     async def show(self) -> None:
-        able = Capability(memory_bytes=10**9, holds_all=False, layer_s=(0.1,) * 4, bandwidth_bps=1e9, rtt_s=0.001)
+        able = Capability(host_bytes=10**9, device_bytes=None, layer_s=(0.1,) * 4, bandwidth_bps=1e9, rtt_s=0.001)
         await self.ask(PeerToCoordinatorShowCapability(capability=able, layers=LAYERS), Acknowledged)
 
     async def beat(self, scope: int = 0) -> RunView:

@@ -13,7 +13,7 @@ MEMORY_BYTES = 10**9
 
 def able(layer_s: float, memory_bytes: int = MEMORY_BYTES) -> Capability:
     return Capability(
-        memory_bytes=memory_bytes, holds_all=False, layer_s=(layer_s,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.0
+        host_bytes=memory_bytes, device_bytes=None, layer_s=(layer_s,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.0
     )
 
 
@@ -43,10 +43,11 @@ def seen_by_a(memory_bytes: int) -> AssignedSpan:
     return seen({"a" * 16: able(0.1, memory_bytes), "b" * 16: able(0.4)})["a"]
 
 
-def test_memory_with_all_of_the_state_holds_less() -> None:
-    shown = able(0.1, next(size for size in range(10_000, 90_000, 10) if seen_by_a(size).rate > 0))
-    spans = seen({"a" * 16: shown.model_copy(update={"holds_all": True}), "b" * 16: able(0.4)})
-    assert spans["a"].rate == 0.0
+def test_a_gpu_beside_the_machine_needs_room_too() -> None:
+    host = next(size for size in range(10_000, 90_000, 10) if seen_by_a(size).rate > 0)
+    for device, holds in ((host, True), (1000, False)):
+        shown = able(0.1, host).model_copy(update={"device_bytes": device})
+        assert (seen({"a" * 16: shown, "b" * 16: able(0.4)})["a"].rate > 0) == holds
 
 
 def test_nothing_is_expected_of_who_has_too_little_memory_by_now() -> None:

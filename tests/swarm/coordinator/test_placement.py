@@ -154,11 +154,11 @@ def test_a_forged_capability_is_believed_within_bounds() -> None:
     world.plans = False
     liar = world.peers[3]
     world.start(liar)
-    forged = Capability(memory_bytes=2**62, holds_all=False, layer_s=(0.0,) * LAYERS, bandwidth_bps=1e18, rtt_s=0.0)
+    forged = Capability(host_bytes=2**62, device_bytes=None, layer_s=(0.0,) * LAYERS, bandwidth_bps=1e18, rtt_s=0.0)
     shown = PeerToCoordinatorShowCapability(capability=forged, layers=SIZES)
     world.machine.show_capability(liar.name, shown, world.now_s)
     peers = {one.peer: one for one in asked(world).peers}
-    assert peers[liar.name].memory_bytes == 2**48
+    assert peers[liar.name].host_bytes == 2**48
     assert min(peers[liar.name].layer_s) == 0.1 / 64
     assert peers[liar.name].bandwidth_bps == 1e11
     assert {one.layer_s for peer, one in peers.items() if peer != liar.name} == {(0.1,) * LAYERS}

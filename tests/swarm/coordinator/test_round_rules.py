@@ -106,7 +106,7 @@ def plan(
         peer_name(number): ready(tokens, (digests or {}).get(number, INITIAL)) for number, tokens in weights.items()
     }
     return plan_round(
-        3, 2, 50_000, says, {peer_name(number): one for number, one in everybody.items()}, PlanRules(32, 0)
+        3, (2, INITIAL), 50_000, says, {peer_name(number): one for number, one in everybody.items()}, PlanRules(32, 0)
     )
 
 
@@ -142,7 +142,7 @@ def test_only_those_with_work_that_are_still_here() -> None:
     assert [one.peer for one in made.members] == [peer_name(0)]
 
 
-def test_the_majority_of_those_with_work_decides_on_the_state() -> None:
+def test_only_members_with_the_agreed_state_are_planned() -> None:
     other = b"o" * 32
     made = plan({0: 1, 1: 1, 2: 1, 3: 0, 4: 0}, {0: other, 3: other, 4: other})
     assert made is not None

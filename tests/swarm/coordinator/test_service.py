@@ -22,7 +22,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.run_file import parse_run_file
 
-TOML = '[run]\nname = "tiny"\n[recipe]\nname = "own"\n[round]\ntokens = 100000\n'
+TOML = '[run]\nname = "tiny"\n[recipe]\nname = "own"\n[access]\nadmission = "open"\n[round]\ntokens = 100000\n'
 MEMBERS = 20
 
 

@@ -15,7 +15,7 @@ from shoal.swarm.protocol.run_file import PipelineSection, RunFile
 from shoal.swarm.protocol.start_section import StartSection, StartTensor
 from shoal.swarm.protocol.types import TensorSpec
 
-OTHER = TensorSpec(name="other", shape=(4,), dtype="float32")
+OTHER = TensorSpec(name="other", shape=(4,))
 RIGHT, FORGED = "right", "forged"
 
 

@@ -32,7 +32,7 @@ CPU = DeviceInfo(kind="cpu", name="some CPU", memory_bytes=2**33)
 SIGNER = Identity.generate()
 TOKENS_PER_SAMPLE = 10
 MODEL = PeerToCoordinatorDescribeModel(
-    layout=(TensorSpec(name="w", shape=(100, 500), dtype="float32"),),
+    layout=(TensorSpec(name="w", shape=(100, 500)),),
     corpus_digest=b"c" * 32,
     tokens_per_sample=TOKENS_PER_SAMPLE,
     samples=64,
@@ -222,6 +222,7 @@ NOT_FROM_EVENTS = {
     "_bandwidths",
     "_outage",
     "_punctuality",
+    "_claims",
 }
 """Attributes of a machine that come from its start, or from what is not journaled, and cannot be compared."""
 

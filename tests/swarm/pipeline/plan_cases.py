@@ -4,14 +4,16 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from statistics import median
+from typing import Any
 
 from hypothesis import strategies as st
 
+from shoal.swarm.memory_account import MemoryDemand
 from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, StagePlan
 
 IN_FLIGHT = 2
-OPTIMIZER_VALUES = 2
-LIMITS = {"max_in_flight": IN_FLIGHT, "optimizer_values": OPTIMIZER_VALUES}
+DEMAND = MemoryDemand(device=5.0, host=4.5, shared=8.2)
+LIMITS: dict[str, Any] = {"max_in_flight": IN_FLIGHT, "demand": DEMAND}
 
 Layers = Sequence[LayerCost]
 Spans = dict[str, tuple[int, int]]
@@ -32,14 +34,20 @@ def span_rate(
     def crossing(boundary: int) -> int:
         return layers[boundary - 1].activation_bytes if 0 < boundary < len(layers) else 0
 
-    copies = 12.3 + 3.7 * (1 + OPTIMIZER_VALUES) if peer.holds_all else 6.2 + OPTIMIZER_VALUES
-    fixed = copies * sum(layer.parameters_bytes for layer in layers[start:stop])
-    fixed += in_flight * (crossing(start) + crossing(stop))
+    parameters = sum(layer.parameters_bytes for layer in layers[start:stop])
+    sent = in_flight * (crossing(start) + crossing(stop))
+
+    def fits(activations: int) -> bool:
+        if peer.device_bytes is None:
+            return DEMAND.shared * parameters + sent + activations <= peer.host_bytes
+        on_host = DEMAND.host * parameters + sent <= peer.host_bytes
+        return on_host and DEMAND.device * parameters + activations <= peer.device_bytes
+
     kept = [sum(one.kept_bytes for one in layers[boundaries[s] : boundaries[s + 1]]) for s in range(first, last + 1)]
     inputs = sum(crossing(boundaries[stage]) for stage in range(first, last + 1))
     seconds = sum(peer.layer_s[start:stop])
-    if fixed + in_flight * sum(kept) > peer.memory_bytes:
-        if fixed + in_flight * inputs + max(kept) > peer.memory_bytes:
+    if not fits(in_flight * sum(kept)):
+        if not fits(in_flight * inputs + max(kept)):
             return 0.0
         seconds *= 4 / 3
     one_way_s = 8 * (crossing(start) + crossing(stop)) / peer.bandwidth_bps
@@ -104,11 +112,11 @@ def small_swarms(draw: st.DrawFn, most_layers: int = 5, most_peers: int = 4) -> 
     peers = [
         PeerCapability(
             peer=f"peer-{number}",
-            memory_bytes=draw(numbers(1, 60)) * 1_000_000,
+            host_bytes=draw(numbers(1, 60)) * 1_000_000,
             layer_s=tuple(draw(numbers(1, 20)) / 1_000 for _ in layers),
             bandwidth_bps=draw(st.sampled_from([1e6, 1e7, 1e8])),
             rtt_s=draw(st.sampled_from([0.0, 0.02, 0.1])),
-            holds_all=draw(st.booleans()),
+            device_bytes=draw(st.none() | numbers(1, 60).map(lambda size: size * 1_000_000)),
         )
         for number in range(draw(numbers(1, most_peers)))
     ]
@@ -127,7 +135,7 @@ def member(name: str, chance: random.Random, layers: int, whole_bytes: float) ->
     speed = chance.uniform(1, 4)
     return PeerCapability(
         peer=name,
-        memory_bytes=int(whole_bytes * chance.uniform(0.15, 1.1)),
+        host_bytes=int(whole_bytes * chance.uniform(0.15, 1.1)),
         layer_s=tuple(0.02 / speed * chance.uniform(0.9, 1.1) for _ in range(layers)),
         bandwidth_bps=chance.uniform(2e7, 1e9),
         rtt_s=chance.uniform(0.001, 0.03),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from tests.swarm.pipeline.plan_cases import (
+    DEMAND,
     LIMITS,
     Layers,
     best_rate,
@@ -18,7 +19,7 @@ from tests.swarm.pipeline.plan_cases import (
 
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan
 from shoal.swarm.pipeline.planner.model import PlanningProblem as SpanRates
-from shoal.swarm.pipeline.planner.planner import plan_rate, plan_stages
+from shoal.swarm.pipeline.planner.planner import explain_no_place, plan_rate, plan_stages
 from shoal.swarm.pipeline.planner.solver import Budget, branch_and_bound
 
 PlanningProblem = tuple[Layers, list[PeerCapability]]
@@ -130,26 +131,48 @@ def test_who_lacks_memory_for_activations_recomputes_them() -> None:
     assert plan_rate(roomy, layers, [peer("roomy", 49, 0.3)], **LIMITS) == pytest.approx(1 / 0.3)
 
 
-def test_a_machines_memory_has_more_copies_of_the_state_than_a_devices() -> None:
-    # Of AdamW's 3 MB of state 23.4 MB are in memory, of SGD's 1 MB 16 MB, and at a device 8.2 and 6.2 MB.
+def test_a_gpu_and_the_machine_beside_it_both_need_room() -> None:
+    # 5.0 MB on a GPU and 4.5 MB beside it, or 8.2 MB in the memory of a machine that computes there.
     layers = [LayerCost(MB, 1, 1)]
-    for values, all_mb, device_mb in ((2, 23.4, 8.2), (1, 19.7, 7.2), (0, 16.0, 6.2)):
-        for holds_all, needed_mb in ((True, all_mb), (False, device_mb)):
-            enough, less = (
-                replace(peer("one", needed_mb + more_mb, 1.0), holds_all=holds_all) for more_mb in (0.01, -0.01)
-            )
-            limits = {"max_in_flight": 1, "optimizer_values": values}
-            assert planned(plan_stages(layers, [enough], stages=1, **limits)).spans == {"one": (0, 0)}
-            answer = plan_stages(layers, [less], stages=1, **limits)
-            assert isinstance(answer, Infeasible)
-            assert f"takes {needed_mb} MB" in answer.reason
+    limits = LIMITS | {"max_in_flight": 1}
+    for host_mb, device_mb, scarce in ((8.2, None, "memory"), (4.5, 9.0, "host memory"), (9.0, 5.0, "GPU memory")):
+        rooms = []
+        for more_mb in (0.01, -0.01):
+            host = host_mb + (more_mb if scarce != "GPU memory" else 0)
+            device = device_mb and int((device_mb + (more_mb if scarce == "GPU memory" else 0)) * MB)
+            rooms.append(replace(peer("one", host, 1.0), device_bytes=device))
+        enough, less = rooms
+        assert planned(plan_stages(layers, [enough], stages=1, **limits)).spans == {"one": (0, 0)}
+        answer = plan_stages(layers, [less], stages=1, **limits)
+        assert isinstance(answer, Infeasible)
+        needed = {"memory": 8.2, "host memory": 4.5, "GPU memory": 5.0}[scarce]
+        assert f"takes {needed} MB of {scarce} and the most that a peer has is {needed - 0.01:.1f} MB" in answer.reason
+
+
+def test_activations_are_where_the_device_computes() -> None:
+    # 20 MB of them beside 5.0 MB on the GPU; the machine beside it needs 4.5 MB.
+    layers = [LayerCost(MB, 1, 20 * MB)]
+    limits = LIMITS | {"max_in_flight": 1}
+    beside = replace(peer("one", 4.6, 1.0), device_bytes=int(25.1 * MB))
+    assert planned(plan_stages(layers, [beside], stages=1, **limits)).spans == {"one": (0, 0)}
+    answer = plan_stages(layers, [replace(beside, device_bytes=24 * MB)], stages=1, **limits)
+    assert isinstance(answer, Infeasible)
+    assert "takes 25.0 MB of GPU memory and the most that a peer has is 24.0 MB" in answer.reason
 
 
 def test_what_is_missing_is_said_for_whom_it_misses_least() -> None:
-    machine, device = peer("machine", 60, 1.0), peer("device", 50, 1.0)
-    answer = plan_stages([LayerCost(10 * MB, 1, 1)], [replace(machine, holds_all=True), device], stages=1, **LIMITS)
+    machine = peer("machine", 60, 1.0)
+    beside = replace(peer("beside", 50, 1.0), device_bytes=45 * MB)
+    answer = plan_stages([LayerCost(10 * MB, 1, 1)], [machine, beside], stages=1, **LIMITS)
     assert isinstance(answer, Infeasible)
-    assert "takes 82.0 MB of memory and the most that a peer has is 50.0 MB" in answer.reason
+    assert "takes 50.0 MB of GPU memory and the most that a peer has is 45.0 MB" in answer.reason
+
+
+def test_the_owner_is_told_which_limit_to_raise() -> None:
+    for host, device, option in ((3, 60, "--max-memory"), (60, 3, "--max-device-memory")):
+        one = replace(peer("one", host, 1.0), device_bytes=device * MB)
+        problem = SpanRates([LayerCost(MB, 1, 1)], [one], 1, DEMAND)
+        assert f"join again with a larger {option}, or" in explain_no_place(problem, (0, 1))
 
 
 def test_what_nobody_can_hold_is_named_with_what_it_takes() -> None:

@@ -163,7 +163,7 @@ def test_who_has_lost_its_memory_loses_its_span() -> None:
     layers = [LayerCost(MB, 1, 1)] * 2
     peers = [peer("a", 18, 1, 1), peer("b", 18, 1, 1), peer("c", 18, 1, 1)]
     previous = StagePlan((0, 1, 2), {"a": (0, 1), "b": (0, 0), "c": (1, 1)})
-    plan = replanned(replan(previous, layers, [replace(peers[0], memory_bytes=9 * MB), *peers[1:]], **LIMITS))
+    plan = replanned(replan(previous, layers, [replace(peers[0], host_bytes=9 * MB), *peers[1:]], **LIMITS))
     assert plan.spans["a"] in ((0, 0), (1, 1))
     assert {one: plan.spans[one] for one in "bc"} == {one: previous.spans[one] for one in "bc"}
 

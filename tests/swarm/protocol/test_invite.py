@@ -1,12 +1,14 @@
 import base64
 import contextlib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import InviteError
-from shoal.swarm.protocol.invite import Invite, parse_advertised
+from shoal.swarm.protocol.invite import Invite, invite_text, parse_advertised
+from shoal.swarm.protocol.invite_token import TOKEN_BYTES
 from shoal.swarm.protocol.types import Address
 
 KEY = base64.urlsafe_b64encode(bytes(range(32))).decode().rstrip("=")
@@ -29,9 +31,10 @@ def addresses_of(*hosts_and_ports: tuple[str, int]) -> tuple[Address, ...]:
     st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True),
     st.binary(min_size=32, max_size=32),
     st.binary(min_size=32, max_size=32),
+    st.sampled_from([b"", bytes(range(TOKEN_BYTES))]),
 )
-def test_round_trip(addresses: list[tuple[str, int]], run: str, key: bytes, run_hash: bytes) -> None:
-    invite = Invite(addresses_of(*addresses), run, key, run_hash)
+def test_round_trip(addresses: list[tuple[str, int]], run: str, key: bytes, run_hash: bytes, token: bytes) -> None:
+    invite = Invite(addresses_of(*addresses), run, key, run_hash, token)
     assert Invite.parse(str(invite)) == invite
     assert Invite.parse(f"  {invite}\n") == invite
 
@@ -120,3 +123,37 @@ def test_advertised_addresses() -> None:
     for text in ["a:1,", ",", "a,:2", "a b,c"]:
         with pytest.raises(InviteError):
             parse_advertised(text)
+
+
+SECRET = base64.urlsafe_b64encode(bytes(range(100, 100 + TOKEN_BYTES))).decode()
+TOLD = f"shoal://a:1/{TAIL}&t={SECRET}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [TOLD[:-1], TOLD + "AAAA", TOLD.replace("&t=", "&t"), TOLD + "&x", TOLD.replace("shoal:", "coal:"), TOLD + "*"],
+)
+def test_errors_never_repeat_the_token(url: str) -> None:
+    with pytest.raises(InviteError) as refused:
+        Invite.parse(url)
+    assert SECRET[:12] not in str(refused.value)
+    assert SECRET[:12] not in str(refused.value.__cause__)
+
+
+def test_a_token_is_not_in_the_invites_representation() -> None:
+    invite = Invite.parse(TOLD)
+    assert "token" not in repr(invite)
+    assert SECRET in str(invite)
+
+
+def test_an_invite_may_be_in_a_file(tmp_path: Path) -> None:
+    path, other = tmp_path / "invite.txt", tmp_path / "other.txt"
+    path.write_text(f"{TOLD}\nand more\n")
+    other.write_text("no invite")
+    for text in (f"@{path}", str(path), TOLD, f" {TOLD}\n"):
+        assert Invite.read(text) == Invite.parse(TOLD)
+    assert invite_text(str(other)) == str(other), "perhaps a history, or another file that a command can use"
+    assert invite_text(str(tmp_path)) == str(tmp_path)
+    for wrong, said in ((f"@{other}", "begins with shoal"), (f"@{path}x", "cannot be read"), ("", "begins with shoal")):
+        with pytest.raises(InviteError, match=said):
+            Invite.read(wrong)

@@ -9,9 +9,9 @@ from shoal.swarm.errors import CorpusError, ModelMismatch, RunFileError
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.pins import PinnedLayer, PinsSection, layout_digest
 from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.protocol.types import TensorSpec
+from shoal.swarm.protocol.types import FrozenParameters, TensorSpec
 
-LAYOUT = tuple(TensorSpec(name=name, shape=(3, 4), dtype="float32") for name in "abcd")
+LAYOUT = tuple(TensorSpec(name=name, shape=(3, 4)) for name in "abcd")
 CORPUS = b"\1" * 32
 PINS = PinsSection(
     layout=layout_digest(LAYOUT), elements=48, tokens_per_sample=8, samples=100, corpus=CORPUS.hex(), state="5" * 64
@@ -35,8 +35,8 @@ def test_what_is_pinned_is_accepted() -> None:
         ({"layout": LAYOUT[:3]}, ModelMismatch),
         ({"layout": LAYOUT[::-1]}, ModelMismatch),
         ({"layout": (*LAYOUT[:3], LAYOUT[3].model_copy(update={"shape": (4, 3)}))}, ModelMismatch),
-        ({"layout": (*LAYOUT[:3], LAYOUT[3].model_copy(update={"dtype": "float64"}))}, ModelMismatch),
         ({"tokens_per_sample": 9}, ModelMismatch),
+        ({"frozen": FrozenParameters(elements=7, digest=b"f" * 32)}, ModelMismatch),
         ({"corpus_digest": b"\2" * 32}, CorpusError),
         ({"samples": 101}, CorpusError),
         ({"samples": 101, "corpus_digest": None}, CorpusError),
@@ -101,3 +101,14 @@ def test_what_says_nothing_or_two_things_is_refused(text: str, words: str) -> No
     with pytest.raises(RunFileError, match=words):
         parse_run_file(text)
     assert parse_run_file(RUN + START + SECTION).pins is not None
+
+
+def test_another_base_is_refused_with_both_digests() -> None:
+    base = FrozenParameters(elements=1_000, digest=b"\xab" * 32)
+    pins = PINS.model_copy(update={"frozen_elements": 1_000, "frozen": (b"\xab" * 32).hex()})
+    pins.check_model(described(frozen=base))
+    other = FrozenParameters(elements=1_000, digest=b"\xcd" * 32)
+    with pytest.raises(ModelMismatch, match=rf"1,000 \({'cd' * 8}\) here, 1,000 \({'ab' * 8}\) in the run; load"):
+        pins.check_model(described(frozen=other))
+    with pytest.raises(ModelMismatch, match="none here, 1,000"):
+        pins.check_model(described())

@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -5,7 +6,13 @@ import pytest
 
 from shoal.swarm.errors import RunFileError
 from shoal.swarm.protocol.identity import parse_key
-from shoal.swarm.protocol.run_file import MAX_RUN_FILE_BYTES, RunFile, load_run_file, parse_run_file
+from shoal.swarm.protocol.run_file import (
+    MAX_RUN_FILE_BYTES,
+    RunFile,
+    load_run_file,
+    parse_run_file,
+    unused_inner_settings,
+)
 
 LEAST = """
 [run]
@@ -43,6 +50,15 @@ lr = 1
 """
 
 
+@pytest.mark.parametrize("robust", ["clip", "trimmed"])
+def test_robust_means_are_refused_where_they_would_be_zero_or_too_large(robust: str) -> None:
+    for codec in ('"topk"', '{ name = "topk", k = 8 }', '{ name = "auto", matrices = "topk" }'):
+        assert "top-k" in refusal(LEAST + f'[averaging]\nrobust = "{robust}"\ncodec = {codec}\n')
+    assert "top-k" in refusal(f'algorithm = "sparseloco"\naveraging.robust = "{robust}"\n' + LEAST)
+    assert "128" in refusal(LEAST + f'[averaging]\nrobust = "{robust}"\ngroup_size = 129\n')
+    assert parse_run_file(LEAST + f'[averaging]\nrobust = "{robust}"\n').averaging.robust == robust
+
+
 def refusal(text: str) -> str:
     with pytest.raises(RunFileError) as refused:
         parse_run_file(text, "some.toml")
@@ -74,6 +90,7 @@ def test_defaults_of_every_section() -> None:
         "averaging": {
             "codec": "int8",
             "residual_decay": 1.0,
+            "residual_precision": "float32",
             "group_size": 32,
             "streams": 1,
             "robust": "norm",
@@ -91,6 +108,7 @@ def test_defaults_of_every_section() -> None:
             "precision": "auto",
         },
         "access": {
+            "admission": "token",
             "joins_per_minute": 600,
             "joins_per_minute_per_network": 60,
             "members_per_network": 128,
@@ -262,6 +280,8 @@ name = "tiny"
         ("averaging", "overlap = true"),
         ("recipe.settings", "width = 5"),
         ("access", "joins_per_minute = 5"),
+        ("access", 'admission = "open"'),
+        ("access", 'admission = "list"'),
         ("access", "members_without_record = 128"),
     ],
 )
@@ -271,7 +291,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "bfca7c42f29e9170"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "9c7fc4098f1277ba"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -448,3 +468,54 @@ def test_readers_that_cannot_be_used(lines: str, reason: str) -> None:
     message = refusal(f"{LEAST}[checkpoints]\n{lines}\n")
     assert "checkpoints" in message
     assert reason in message
+
+
+# Settings without effect ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "unused"),
+    [
+        ('optimizer = "sgd"\nmomentum = 0.9', "outer.momentum"),
+        ('optimizer = "sgd"\nmomentum = 0.5\neps = 1e-8', "outer.momentum, outer.eps"),
+        ("weight_decay = 0.1", "outer.weight_decay"),
+        ('optimizer = "adamw"\nmomentum = 0.9', "outer.momentum"),
+        ("betas = [0.9, 0.95]", "outer.betas"),
+    ],
+)
+def test_settings_of_another_outer_optimizer_are_refused_by_name(settings: str, unused: str) -> None:
+    with pytest.raises(RunFileError, match=rf"f\.toml: {unused}: no setting of the outer optimizer"):
+        parse_run_file(LEAST + f"[outer]\n{settings}\n", "f.toml")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        'optimizer = "sgd"\nlr = 1.0\nmomentum = 0.0',
+        "momentum = 0.5",
+        'optimizer = "adamw"\nbetas = [0.9, 0.95]\neps = 1e-8\nweight_decay = 0.1',
+    ],
+)
+def test_settings_of_the_named_outer_optimizer_are_taken(settings: str) -> None:
+    run = parse_run_file(LEAST + f"[outer]\n{settings}\n")
+    again = RunFile.model_validate_json(json.dumps(run.model_dump(mode="json")))
+    assert again.hash == run.hash
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "own_loop", "settings", "unused"),
+    [
+        ("diloco", False, "lr = 1e-3\nclip_norm = 1.0\nbetas = [0.9, 0.95]", []),
+        ("diloco", False, "momentum = 0.9", ["inner.momentum"]),
+        ("diloco", False, 'optimizer = "sgd"\neps = 1e-8\nmomentum = 0.9', ["inner.eps"]),
+        ("diloco", True, "lr = 4e-4\nclip_norm = 1.0\nbatch_samples = 4", ["inner.lr", "inner.clip_norm"]),
+        ("diloco", True, 'precision = "float32"\noptimizer = "sgd"', ["inner.optimizer", "inner.precision"]),
+        ("virtual_batch", False, 'lr = 1e-3\nprecision = "float32"\nbatch_samples = 4', ["inner.lr"]),
+        ("sparseloco", True, "batch_samples = 4", []),
+    ],
+)
+def test_inner_settings_without_effect_are_found(
+    algorithm: str, own_loop: bool, settings: str, unused: list[str]
+) -> None:
+    run = parse_run_file(f'algorithm = "{algorithm}"\n{LEAST}[inner]\n{settings}\n')
+    assert unused_inner_settings(run, own_loop=own_loop) == unused

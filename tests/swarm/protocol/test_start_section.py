@@ -17,8 +17,8 @@ START = (
     f"bias = {{ shape = [], sha256 = '{'2' * 64}' }}\n"
 )
 LAYOUT = (
-    TensorSpec(name="a.weight", shape=(2, 3), dtype="float32"),
-    TensorSpec(name="bias", shape=(), dtype="bfloat16"),
+    TensorSpec(name="a.weight", shape=(2, 3)),
+    TensorSpec(name="bias", shape=()),
 )
 
 
@@ -68,7 +68,7 @@ def test_the_first_difference_is_named() -> None:
     assert found.difference(LAYOUT[:1], whole=False) == ""
     assert found.difference(LAYOUT[:1], whole=True) == "it lacks bias [], which the checkpoint has"
     assert found.difference(other, whole=False) == "a.weight is [3, 2] here, and [2, 3] in the checkpoint"
-    more = [TensorSpec(name="new", shape=(1,), dtype="float32"), *LAYOUT]
+    more = [TensorSpec(name="new", shape=(1,)), *LAYOUT]
     assert found.difference(more, whole=False) == "it has new [1], which the checkpoint lacks"
 
 

@@ -298,7 +298,7 @@ def describe(layout: tuple[TensorSpec, ...]) -> Envelope:
 
 def test_the_layout_of_the_largest_model_fits() -> None:
     layout = tuple(
-        TensorSpec(name=f"model.layers.{n // 768}.mlp.experts.{n % 768}.weight", shape=(4096, 1536), dtype="float32")
+        TensorSpec(name=f"model.layers.{n // 768}.mlp.experts.{n % 768}.weight", shape=(4096, 1536))
         for n in range(MAX_TENSORS)
     )
     data = encode(describe(layout))
@@ -311,7 +311,7 @@ def test_hostile_layouts() -> None:
         fields = {"layout": layout, "corpus_digest": None, "tokens_per_sample": 1}
         return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToCoordinatorDescribeModel", fields]))
 
-    one = struct.pack(">HBB1Q", 1, 1, 1, 5) + b"wf"
+    one = struct.pack(">HB1Q", 1, 1, 5) + b"w"
     assert decode(said(zlib.compress(one)))
     for layout in (
         b"",
@@ -323,8 +323,8 @@ def test_hostile_layouts() -> None:
         zlib.compress(one + b"\0"),
         zlib.compress(one * (MAX_TENSORS + 1)),
         zlib.compress(bytes(MAX_LAYOUT_BYTES + 1)),
-        zlib.compress(struct.pack(">HBB", 1, 1, 17) + struct.pack(">17Q", *range(17)) + b"wf"),
-        zlib.compress(struct.pack(">HBB1Q", 2, 1, 1, 5) + b"\xff\xfff"),
-        zlib.compress(struct.pack(">HBB1Q", 1, 1, 1, 2**63) + b"wf"),
+        zlib.compress(struct.pack(">HB", 1, 17) + struct.pack(">17Q", *range(17)) + b"w"),
+        zlib.compress(struct.pack(">HB1Q", 2, 1, 5) + b"\xff\xff"),
+        zlib.compress(struct.pack(">HB1Q", 1, 1, 2**63) + b"w"),
     ):
         refuses(said(layout))

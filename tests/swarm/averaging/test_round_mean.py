@@ -1,4 +1,4 @@
-"""A mean that is decoded part by part is that of the bytes that the store holds in the end."""
+"""The mean of a round is decoded from its bytes, piece by piece, when it is read."""
 
 import asyncio
 
@@ -8,8 +8,9 @@ from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.grids import plan_of
 from tests.fakes.rounds import results_of, verdict_on
 
-from shoal.swarm.averaging.results import ResultDecoder, ResultStore, chunks_of
-from shoal.swarm.errors import WireError
+from shoal.swarm.averaging import results
+from shoal.swarm.averaging.results import ResultStore, RoundMean
+from shoal.swarm.errors import BlobUnavailable, WireError
 from shoal.swarm.protocol.types import MAX_MEMBERS
 from shoal.swarm.transport.data_connection import MAX_CHUNK_BYTES
 
@@ -37,13 +38,42 @@ def of_twice_the_scale(chunk: memoryview) -> bytes:
     return bytes(chunk[:after]) + (2 * scale).numpy().tobytes() + bytes(chunk[after + 4 :])
 
 
-def test_parts_in_any_order_make_the_whole_mean() -> None:
-    decoder = ResultDecoder(filled())
-    decoder.decode(chunks_of(PLAN, SECOND))
-    decoder.decode(chunks_of(PLAN, FIRST))
-    assert torch.equal(decoder.finish(), filled().mean())
-    assert torch.equal(ResultDecoder(filled()).finish(), filled().mean())
-    assert bool(filled().mean()[:64].any())
+def expected() -> torch.Tensor:
+    store = filled()
+    mean = torch.zeros(ELEMENTS)
+    for index in range(store.chunks):
+        bounds = slice(*store.bounds(index))
+        if store.group.header(store[index]).included:
+            packed = store[index][store.group.header_bytes :]
+            mean[bounds] = store.codec(index).decode(packed, bounds.stop - bounds.start)
+    return mean
+
+
+@pytest.mark.parametrize("most", [1, 64, 150, 10_000])
+def test_pieces_are_the_whole_mean(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_PIECE_ELEMENTS", most)
+    mean, at = RoundMean(filled()), 0
+    for start, stop, values in mean.pieces():
+        assert (start, stop) == (at, min(start + max(1, most // 64) * 64, ELEMENTS))
+        assert torch.equal(values, expected()[start:stop])
+        at = stop
+    assert at == mean.elements == ELEMENTS
+    assert torch.equal(mean.whole(), expected())
+    assert bool(expected()[:64].any())
+    assert not bool(expected()[256:320].any()), "nobody is in chunk 4"
+
+
+def test_pieces_share_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_PIECE_ELEMENTS", 130)
+    rooms = {values.data_ptr() for _, _, values in RoundMean(filled()).pieces()}
+    assert len(rooms) == 1
+
+
+def test_a_mean_outlives_its_store() -> None:
+    store = filled()
+    mean = RoundMean(store)
+    asyncio.run(store.close())
+    assert torch.equal(mean.whole(), expected())
 
 
 def test_chunks_are_as_large_as_frames_can_be_and_no_larger() -> None:
@@ -55,50 +85,43 @@ def test_chunks_are_as_large_as_frames_can_be_and_no_larger() -> None:
         ResultStore(plan, get_codec_map("float32"))
 
 
-def test_what_is_decoded_is_not_decoded_again() -> None:
-    decoder = ResultDecoder(filled())
-    decoder.decode(chunks_of(PLAN, FIRST))
-    decoder.decode(chunks_of(PLAN, SECOND))
-    decoder.finish()[:3] = 7.0
-    assert decoder.finish()[:3].tolist() == [7.0] * 3
-
-
-def test_bytes_that_come_instead_are_decoded_again() -> None:
+def test_bytes_that_come_instead_count() -> None:
     store = filled()
-    decoder = ResultDecoder(store)
-    for part in PLAN.parts:
-        decoder.decode(chunks_of(PLAN, part))
-    before = decoder.finish().clone()
+    before = RoundMean(store).whole()
     store.forget(FIRST)
     for index in store.chunks_of(FIRST):
         put(store, index, of_twice_the_scale(CHUNKS[index]) if index == 0 else bytes(CHUNKS[index]))
-    mean = decoder.finish()
+    mean = RoundMean(store).whole()
     assert torch.equal(mean[:64], 2.0 * before[:64])
     assert torch.equal(mean[64:], before[64:])
 
 
+def test_a_mean_needs_every_chunk() -> None:
+    store = filled()
+    store.forget(FIRST)
+    with pytest.raises(BlobUnavailable):
+        RoundMean(store)
+
+
 def test_a_part_that_turns_out_void_is_zero() -> None:
     store = filled()
-    decoder = ResultDecoder(store)
-    for part in PLAN.parts:
-        decoder.decode(chunks_of(PLAN, part))
     store.drop(FIRST)
-    mean, whole = decoder.finish(), filled().mean()
+    mean = RoundMean(store).whole()
     assert not bool(mean[FIRST.start : FIRST.stop].any())
-    assert torch.equal(mean[SECOND.start :], whole[SECOND.start :])
+    assert torch.equal(mean[SECOND.start :], expected()[SECOND.start :])
 
 
 def test_a_chunk_that_did_not_decode_counts_again_with_other_bytes() -> None:
     store = filled()
     after = store.group.header_bytes
     put(store, 1, bytes(CHUNKS[1][:after]) + b"\xff" * 4 + bytes(CHUNKS[1][after + 4 :]))  # a scale of NaN
-    decoder = ResultDecoder(store)
-    decoder.decode(chunks_of(PLAN, FIRST))
-    assert not bool(decoder.finish()[64:128].any())
+    mean = RoundMean(store)
+    assert not bool(mean.whole()[64:128].any())
+    assert not bool(torch.cat([values.clone() for _, _, values in mean.pieces()])[64:128].any())
     assert store.header(1).included == []
     store.forget(FIRST)
     store.adopt(CHUNKS)
-    assert torch.equal(decoder.finish(), filled().mean())
+    assert torch.equal(RoundMean(store).whole(), expected())
     assert store.header(1).included == store.group.header(CHUNKS[1]).included != []
 
 
@@ -106,4 +129,4 @@ def test_a_void_part_needs_no_bytes() -> None:
     verdict = verdict_on(PLAN, CHUNKS)
     store = ResultStore.of(verdict.model_copy(update={"digests": (None, verdict.digests[1])}), CODEC_MAP)
     store.adopt([None if index in store.chunks_of(FIRST) else chunk for index, chunk in enumerate(CHUNKS)])
-    assert not bool(ResultDecoder(store).finish()[: FIRST.stop].any())
+    assert not bool(RoundMean(store).whole()[: FIRST.stop].any())

@@ -1,0 +1,181 @@
+"""Means of contributions that a minority of the weight cannot move far: centered clipping and a trimmed mean.
+
+Centered clipping after Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization"
+(arXiv:2012.10333), at the owners of parts as in Gorbunov et al. 2022, "Secure Distributed Training at Scale"
+(arXiv:2106.11257). The trimmed mean after Yin et al. 2018 (arXiv:1803.01498), with weights.
+
+The same contributions give the same bytes on every machine: all work on vectors is elementwise and rounds each
+operation once, products before sums; members come in the order of the calls; squares of norms are float64, where the
+square of a float32 is exact, and are added up in a tree of elementwise sums, whose order does not depend on threads or
+vector units; a stable sort has one result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shoal.compression.codec import Codec, Packed, rounded_weight
+from shoal.compression.codec_map import spans
+from shoal.compression.scratch import scratch, zeros
+from shoal.compression.weighted_mean import EncodingLoss
+
+Method: TypeAlias = Literal["clip", "trimmed"]
+
+TRIMMED_SHARE = 0.25
+"""Share of the weight that a trimmed mean leaves out at each end, value by value."""
+
+PASSES = 3
+"""Of centered clipping. The first starts from zero, so it clips norms; from then on the distance to the mean so far
+counts. Further passes change honest means by less than their noise."""
+
+RADIUS = 1.5
+"""Distance from the mean within which a contribution is not clipped, of the norm that is usual for its weight."""
+
+LENGTHENING: dict[Method, float] = {"clip": float(PASSES), "trimmed": 1.0 / (1.0 - 2.0 * TRIMMED_SHARE)}
+"""Bounds ``norm(mean) <= lengthening * sum(weight * norm) / sum(weight)``.
+
+A trimmed mean of a value is at most the sum of all ``weight * abs(value)`` over the weight that is kept. Each pass of
+clipping ends between the mean before and a sum of shortened contributions, so it adds the weighted mean norm once at
+most."""
+
+_CPU = torch.device("cpu")
+_TILE = 1 << 13
+"""Values that are sorted at a time."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A packed contribution, or a row's packed mean. ``usual_norm``: in any unit, the same for all."""
+
+    codec: Codec
+    packed: Tensor
+    row: int
+    weight: float
+    factor: float
+    usual_norm: float
+
+
+class RobustMean:
+    """Accumulator like ``WeightedMean``: of each row by itself, and then of the rows' means.
+
+    Contributions are noted down, and decoded leaf by leaf and row by row in ``encode``: memory is a row of one leaf."""
+
+    def __init__(self, n: int, method: Method) -> None:
+        self._n = n
+        self._combine: Callable[[Sequence[Tensor], Sequence[float], Sequence[float]], Tensor]
+        self._combine = clipped_mean if method == "clip" else trimmed_mean
+        self._sources: list[_Source] = []
+
+    def add_packed(
+        self, codec: Codec, packed: Packed, weight: float, factor: float = 1.0, row: int = 0, usual_norm: float = 1.0
+    ) -> None:
+        """Add ``factor`` times the decoded values. Raises CodecError, and adds nothing, when they cannot be decoded.
+
+        Calls are in the order of rows. ``packed`` is not to change before ``encode``."""
+        checked = codec.checked(packed, self._n)
+        self._sources.append(_Source(codec, checked, row, weight, rounded_weight(factor), usual_norm))
+
+    def encode(self, codec: Codec, divisor: float, left: Tensor, packed: Tensor) -> EncodingLoss:
+        """Encode the mean into ``packed``; see ``WeightedMean.encode``. The weights say how much each counts, so
+        ``divisor`` is not needed."""
+        mean, sent = scratch("total", self._n, _CPU), [list(spans(one.codec, self._n)) for one in self._sources]
+        edges = sorted(set.intersection(*({span.stop for span, _, _ in one} for one in sent)))
+        start = 0
+        for stop in edges:
+            mean[start:stop] = self._mean_of(start, stop, sent)
+            start = stop
+        codec.encode_residual(mean, zeros(self._n), left, packed)
+        return EncodingLoss.of(left)
+
+    def _mean_of(self, start: int, stop: int, sent: Sequence[Sequence[tuple[slice, slice, Codec]]]) -> Tensor:
+        """Return the mean of ``start <= i < stop``, whole spans of every source."""
+        means, weights, norms = [], [], []
+        for row in dict.fromkeys(one.row for one in self._sources):
+            members = [(one, pieces) for one, pieces in zip(self._sources, sent, strict=True) if one.row == row]
+            decoded = [_decoded(one, pieces, start, stop) for one, pieces in members]
+            shares = [one.weight for one, _ in members]
+            weights.append(math.fsum(shares))
+            norms.append(math.fsum(one.weight * one.usual_norm for one, _ in members) / weights[-1])
+            means.append(
+                decoded[0]
+                if len(members) == 1
+                else self._combine(decoded, shares, [one.usual_norm for one, _ in members])
+            )
+        return means[0] if len(means) == 1 else self._combine(means, weights, norms)
+
+
+def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms: Sequence[float]) -> Tensor:
+    """Return the mean of vectors, ``(n,) float32`` each, by centered clipping.
+
+    The radius of each is ``RADIUS`` times what is usual for it in these vectors: the weighted median of norm over
+    ``usual_norm``, times its own ``usual_norm`` or, of short ones, which are far from a long mean, the mean one."""
+    usual = [norm_of(one) / norm for one, norm in zip(values, usual_norms, strict=True)]
+    level = _lower_median(usual, weights)
+    total = math.fsum(weights)
+    average = math.fsum(weight * norm for weight, norm in zip(weights, usual_norms, strict=True)) / total
+    mean = torch.zeros_like(values[0])
+    for _ in range(PASSES):
+        step = torch.zeros_like(mean)
+        for one, weight, norm in zip(values, weights, usual_norms, strict=True):
+            apart = one - mean
+            distance, radius = norm_of(apart), RADIUS * level * max(norm, average)
+            share = weight / total * (1.0 if distance <= radius else radius / distance)
+            if share > 0.0:  # a distance beyond float32 counts for nothing
+                step.add_(apart.mul_(rounded_weight(share)))
+        mean.add_(step)
+    return mean
+
+
+def trimmed_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms: Sequence[float] = ()) -> Tensor:
+    """Return the trimmed mean of vectors, ``(n,) float32`` each: of each value, the mean of what is left without the
+    smallest and the largest, ``TRIMMED_SHARE`` of the weight each. Who is on the edge counts in part."""
+    mean, total = torch.empty_like(values[0]), math.fsum(weights)
+    low, high = TRIMMED_SHARE * total, (1.0 - TRIMMED_SHARE) * total
+    of_member = torch.tensor(weights, dtype=torch.float64)
+    for start in range(0, mean.numel(), _TILE):
+        tile = slice(start, start + _TILE)
+        ordered, who = torch.stack([one[tile] for one in values]).sort(dim=0, stable=True)
+        before, kept = torch.zeros(ordered.shape[1], dtype=torch.float64), None
+        for value, member in zip(ordered, who, strict=True):
+            after = before + of_member[member]
+            weight = after.clamp(max=high).sub_(before.clamp(min=low)).clamp_(min=0.0)
+            term = weight.mul_(value)
+            kept = term if kept is None else kept.add_(term)
+            before = after
+        assert kept is not None
+        mean[tile] = kept.div_(high - low)
+    return mean
+
+
+def norm_of(values: Tensor) -> float:
+    """Return the norm of ``(n,) float32``, the same on every machine."""
+    squares = values.double().square_()
+    while (n := squares.numel()) > 1:
+        half = n // 2
+        squares[:half].add_(squares[n - half :])
+        squares = squares[: n - half]
+    return math.sqrt(float(squares)) if values.numel() else 0.0
+
+
+def _decoded(one: _Source, pieces: Sequence[tuple[slice, slice, Codec]], start: int, stop: int) -> Tensor:
+    out = torch.empty(stop - start)
+    for span, room, codec in pieces:
+        if start <= span.start and span.stop <= stop:
+            codec.decode(one.packed[room], span.stop - span.start, out[span.start - start : span.stop - start])
+    return out if one.factor == 1.0 else out.mul_(one.factor)
+
+
+def _lower_median(values: Sequence[float], weights: Sequence[float]) -> float:
+    half = math.fsum(weights) / 2
+    reached = 0.0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        reached += weight
+        if reached >= half:
+            return value
+    return 0.0

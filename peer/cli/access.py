@@ -1,0 +1,454 @@
+"""Commands of a run's host on who takes part: ``invite create list revoke``, ``members``, ``kick``, ``ban``, ``allow``.
+
+They need the host's folder, with its keys. While the host runs its coordinator carries them out; otherwise they open
+the journal themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.peer.options import SHOAL_HOME
+from shoal.swarm.errors import FolderInUse, StateFileError, StorageError, Unreachable, UserError
+
+if TYPE_CHECKING:
+    from shoal.swarm.protocol.access_records import AccessRecord
+    from shoal.swarm.protocol.messages import HostCommand, InviteState, MemberAccess
+    from shoal.swarm.protocol.types import Message
+
+M = TypeVar("M", bound="Message")
+
+app = typer.Typer()
+"""Part of the ``shoal`` command in ``main.py``."""
+
+invites = typer.Typer(no_args_is_help=True, help="Make, list and revoke the invites of a run that this machine hosts.")
+app.add_typer(invites, name="invite")
+
+console = Console()
+
+RunArgument = Annotated[
+    str, typer.Argument(help="A run that this machine hosts: its name, or its folder (~/.shoal/host/RUN).")
+]
+HostKeys = Annotated[
+    Path | None, typer.Option("--identity", help="The host's keys, if `shoal host` was given --identity.")
+]
+Note = Annotated[str, typer.Option(help="A remark for yourself, such as whom it is for.")]
+
+
+class InviteFor(StrEnum):
+    """Roles that an invite may admit to."""
+
+    trainer = "trainer"
+    contributor = "contributor"
+    observer = "observer"
+
+
+@invites.command("create")
+def create_command(
+    run: RunArgument,
+    role: Annotated[
+        InviteFor,
+        typer.Option(help="trainer: any role; contributor: reduces nothing for others; observer: only follows."),
+    ] = InviteFor.trainer,
+    uses: Annotated[int, typer.Option(min=0, max=4096, help="Machines that may join by it; 0: any number.")] = 0,
+    expires: Annotated[str, typer.Option(metavar="7d", help="How long newcomers may use it: 30m, 12h, 7d.")] = "",
+    note: Note = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the invite to this new file, readable for you alone, and do not print it."),
+    ] = None,
+    identity: HostKeys = None,
+) -> None:
+    """Make an invite and print it. Who has it may join: send it like a password."""
+    from dataclasses import replace
+
+    from shoal.peer.cli.host import INVITE_FILE
+    from shoal.swarm import durable
+    from shoal.swarm.protocol.invite import Invite
+    from shoal.swarm.protocol.messages import CoordinatorToHostInvite, CreateInvite
+
+    if out is not None and out.exists():
+        raise UserError(f"--out {out}: is there already")
+    for_s = parse_duration(expires) if expires else 0
+    folder = host_folder(run)
+    try:
+        printed = Invite.parse((folder / INVITE_FILE).read_text())
+    except OSError as error:
+        raise StateFileError(f"{folder}: has no {INVITE_FILE} yet: start the host once with `shoal host`") from error
+    made = ask_host(
+        folder,
+        identity,
+        CreateInvite(role=role.value, uses=uses, for_s=for_s, note=_note(note)),
+        CoordinatorToHostInvite,
+    )
+    invite = replace(printed, token=made.token)
+    if out is None:
+        print(invite)
+    else:
+        try:
+            durable.write_whole(out, f"{invite}\n".encode(), 0o600)
+        except OSError as error:
+            raise StorageError(f"{out}: cannot be written: {error}") from error
+        console.print(f"Invite {made.terms.id} written to {out}", soft_wrap=True)
+
+
+@invites.command("list")
+def list_command(
+    run: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one invite a line.")] = False,
+    identity: HostKeys = None,
+) -> None:
+    """List the invites of a run, without what makes them work."""
+    import json
+
+    found = _all_invites(host_folder(run), identity)
+    if as_json:
+        for one in found:
+            print(json.dumps(_invite_json(one)))
+    else:
+        console.print(invite_table(found))
+
+
+@invites.command("revoke")
+def revoke_command(
+    run: RunArgument,
+    invite: Annotated[str, typer.Argument(help="The invite's id, as `shoal invite list` shows it.")],
+    identity: HostKeys = None,
+) -> None:
+    """Let nobody new in by an invite. Who has joined by it stays: see `shoal kick` and `shoal ban`."""
+    from shoal.swarm.protocol.messages import Acknowledged, RevokeInvite
+
+    if not re.fullmatch(r"[a-z2-7]{8}", invite):
+        raise UserError(f"{invite[:40]!r} is no invite's id: it has eight letters and digits, see `shoal invite list`")
+    ask_host(host_folder(run), identity, RevokeInvite(id=invite), Acknowledged)
+    console.print(f"The invite {invite} lets nobody new in any more")
+
+
+# Members --------------------------------------------------------------------------------------------------------
+
+PeerArgument = Annotated[str, typer.Argument(help="The peer's id, as `shoal members` and `shoal status` show it.")]
+
+
+@app.command("members")
+def members_command(
+    run: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one peer a line.")] = False,
+    identity: HostKeys = None,
+) -> None:
+    """Show who takes part in a run that this machine hosts, by which invite and from where, and who is banned."""
+    import json
+
+    found = _all_members(host_folder(run), identity)
+    if as_json:
+        for one in found:
+            print(json.dumps(one.model_dump()))
+    else:
+        console.print(members_table(found))
+
+
+@app.command("kick")
+def kick_command(run: RunArgument, peer: PeerArgument, note: Note = "", identity: HostKeys = None) -> None:
+    """Remove a member at once; its owner may join again. What it holds goes to others, as if it had died."""
+    from shoal.swarm.protocol.messages import Acknowledged, KickMember
+
+    ask_host(host_folder(run), identity, KickMember(peer=_peer(peer), note=_note(note)), Acknowledged)
+    console.print(f"{peer} is removed; it may join again, see `shoal ban`")
+
+
+@app.command("ban")
+def ban_command(
+    run: RunArgument,
+    peer: PeerArgument,
+    network: Annotated[
+        bool, typer.Option("--network", help="Ban all that comes from its network (IPv4 /24, IPv6 /48), too.")
+    ] = False,
+    note: Note = "",
+    identity: HostKeys = None,
+) -> None:
+    """Remove a peer for good: its identity may not join again. A new identity costs nothing: see --network."""
+    from shoal.swarm.protocol.messages import BanPeer, CoordinatorToHostBanned
+
+    command = BanPeer(peer=_peer(peer), network=network, note=_note(note))
+    done = ask_host(host_folder(run), identity, command, CoordinatorToHostBanned)
+    also = f" with the network {done.network}" if done.network else ""
+    console.print(f"{peer} is banned{also}; {len(done.removed)} members had to leave", soft_wrap=True)
+
+
+@app.command("allow")
+def allow_command(run: RunArgument, peer: PeerArgument, identity: HostKeys = None) -> None:
+    """Lift a ban; in a run with a list of members, put the peer on it."""
+    from shoal.swarm.protocol.messages import Acknowledged, AllowPeer
+
+    ask_host(host_folder(run), identity, AllowPeer(peer=_peer(peer)), Acknowledged)
+    console.print(f"{peer} may join")
+
+
+def _peer(text: str) -> str:
+    if not re.fullmatch(r"[a-z2-7]{16}", text):
+        raise UserError(f"{text[:40]!r} is no peer id: it has 16 letters and digits, see `shoal members`")
+    return text
+
+
+def _note(text: str) -> str:
+    if len(text) > _MAX_NOTE:
+        raise UserError(f"--note: has {len(text)} characters; at most {_MAX_NOTE} are kept")
+    return text
+
+
+# The host -------------------------------------------------------------------------------------------------------
+
+_MAX_NOTE = 200
+_NAME = 12
+_PATIENCE_S, _PAUSE_S = 10.0, 0.3
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def parse_duration(text: str) -> int:
+    """Parse ``30m``, ``12h`` or ``7d`` as seconds. Raises ``UserError``."""
+    found = re.fullmatch(r"([1-9][0-9]{0,5})([smhdw])", text.strip())
+    if found is None:
+        raise UserError(f"--expires {text[:40]!r}: expected a number with a unit, such as 30m, 12h or 7d")
+    return min(int(found[1]) * _UNITS_S[found[2]], 2**31)
+
+
+def host_folder(run: str) -> Path:
+    """Return the folder of a run that this machine hosts. Raises ``StateFileError``."""
+    from shoal.peer.cli.host import is_host_folder
+
+    for folder in (Path(run).expanduser(), SHOAL_HOME / "host" / run):
+        if is_host_folder(folder):
+            return folder
+    raise StateFileError(
+        f"{run}: no run that this machine hosts: give its name, or its folder, such as {SHOAL_HOME / 'host' / 'RUN'}"
+    )
+
+
+def ask_host(folder: Path, keys: Path | None, command: HostCommand, reply: type[M]) -> M:
+    """Have a command carried out, by the running coordinator or in the journal itself.
+
+    Raises ``StateFileError``, ``IdentityError``, ``StorageError``, ``Unreachable`` and the errors of the command."""
+    from shoal.peer.cli.host import CONTROL_FILE, IDENTITY_FILE, RUN_FILE, check_keys
+    from shoal.swarm.client.host_control import command_coordinator
+    from shoal.swarm.coordinator.host_commands import command_journal
+    from shoal.swarm.coordinator.local_journal import LocalJournal
+    from shoal.swarm.protocol.addresses import split_host_port
+    from shoal.swarm.protocol.identity import Identity
+    from shoal.swarm.protocol.run_file import load_run_file
+
+    path = keys or folder / IDENTITY_FILE
+    if not path.exists():
+        raise StateFileError(f"{path}: the host's keys are missing; if they are elsewhere, give --identity FILE")
+    identity = Identity.load_or_create(path)
+    key = identity.coordinator_keys().public
+    text, run = load_run_file(folder / RUN_FILE)
+
+    def check(journal: LocalJournal) -> None:
+        check_keys(identity, journal, path)
+
+    give_up_s = time.monotonic() + _PATIENCE_S
+    while True:  # the coordinator may be starting or ending
+        try:
+            answer = command_journal(LocalJournal(folder, run.hash, text), run, identity, command, check)
+        except FolderInUse as in_use:
+            try:
+                address = split_host_port((folder / CONTROL_FILE).read_text().strip())
+                return asyncio.run(command_coordinator(address, key, identity, run.hash, command, reply))
+            except (OSError, Unreachable) as error:
+                if time.monotonic() > give_up_s:
+                    raise Unreachable(
+                        f"{in_use}; but it does not answer at the address in {folder / CONTROL_FILE}: {error}"
+                    ) from error
+        else:
+            assert isinstance(answer, reply)
+            return answer
+        time.sleep(_PAUSE_S)
+
+
+# Records --------------------------------------------------------------------------------------------------------
+
+
+def show_records(source: str, keys: Path, *, as_json: bool) -> None:
+    """Show and check who came and went, and what the host decided on that. ``source``: the run's name, its folder on
+    this machine, or an invite to a run whose host's keys are in the file ``keys``.
+
+    Raises ``StateFileError`` for a broken chain, after printing what comes before the break."""
+    import json
+
+    from shoal.swarm.errors import WireError
+    from shoal.swarm.protocol.access_records import RecordCheck
+
+    run_hash, host_key, records = _records(source, keys)
+    check, checked, broken = RecordCheck(run_hash, host_key), [], ""
+    for record in records:
+        try:
+            check.add(record)
+        except WireError as error:
+            broken = str(error)
+            break
+        checked.append(record)
+    if as_json:
+        from shoal.peer.terminal.views import jsonable
+
+        for record in checked:
+            print(json.dumps(jsonable(record.model_dump()) | {"signature_ok": True}))
+    else:
+        console.print(records_table(checked))
+        if checked:
+            console.print(Text(f"{len(checked)} records: all hashes, links and signatures are right.", style="dim"))
+    if broken:
+        raise StateFileError(f"the chain of access records is broken: {broken}")
+
+
+def _records(source: str, keys: Path) -> tuple[bytes, bytes, list[AccessRecord]]:
+    """Return the run's hash, the host's public key and the records, unchecked."""
+    from contextlib import closing
+
+    from shoal.peer.cli.host import ORIGIN_FILE
+    from shoal.peer.history.history_file import unpack_history
+    from shoal.peer.regular_file import read_regular
+    from shoal.swarm.client.host_control import command_coordinator
+    from shoal.swarm.coordinator.local_journal import JournalFiles
+    from shoal.swarm.protocol.identity import Identity
+    from shoal.swarm.protocol.invite import Invite
+    from shoal.swarm.protocol.messages import CoordinatorToHostRecords, ListRecords
+
+    if not source.startswith("shoal://"):
+        folder = host_folder(source)
+        try:
+            origin = unpack_history(read_regular(folder / ORIGIN_FILE), str(folder / ORIGIN_FILE)).origin
+        except OSError as error:
+            raise StateFileError(f"{folder / ORIGIN_FILE}: cannot be read: {error}") from error
+        with closing(JournalFiles(folder, live=True)) as files:
+            return origin.run_hash, origin.coordinator.identity_key, files.access_records()
+    invite = Invite.parse(source)
+    if not keys.exists():
+        raise StateFileError(f"{keys}: is missing; only a run's host may read these records: give --identity FILE")
+    identity, at = Identity.load_or_create(keys), invite.addresses[0]
+    found: list[AccessRecord] = []
+    while True:
+        ask, where = ListRecords(first=len(found)), (at.host, at.control_port)
+        page = asyncio.run(
+            command_coordinator(where, invite.key, identity, invite.run_hash, ask, CoordinatorToHostRecords)
+        )
+        found += page.records
+        if not page.more or not page.records:
+            return invite.run_hash, identity.public_key, found
+
+
+def records_table(records: list[AccessRecord]) -> Table:
+    """Make the table of checked records, oldest first."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for name in ("when (UTC)", "what", "peer"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("about", overflow="fold")
+    for one in records:
+        limits = [f"{one.uses} uses"] * bool(one.uses) + [f"until {when(one.expires_s)}"] * bool(one.expires_s)
+        refused = [f"{each.count} {each.reason}" for each in one.refused]
+        invite = [f"invite {one.invite}"] * bool(one.invite)
+        about = ", ".join(filter(None, [_plain(one.name), one.role, one.network, *invite, *limits, _plain(one.text)]))
+        table.add_row(when(one.at_s), one.kind, one.peer, about or ", ".join(refused))
+    return table
+
+
+# Tables ---------------------------------------------------------------------------------------------------------
+
+
+def _all_invites(folder: Path, keys: Path | None) -> list[InviteState]:
+    from shoal.swarm.protocol.messages import CoordinatorToHostInvites, ListInvites
+
+    found: list[InviteState] = []
+    while True:
+        page = ask_host(folder, keys, ListInvites(first=len(found)), CoordinatorToHostInvites)
+        found += page.invites
+        if not page.more or not page.invites:
+            return found
+
+
+def invite_table(found: list[InviteState]) -> Table:
+    """Make the table of invites, oldest first."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for name in ("id", "role", "used", "expires (UTC)", "state"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("note", overflow="fold")
+    for one in found:
+        terms = one.terms
+        used = f"{one.joined}/{terms.uses}" if terms.uses else str(one.joined)
+        expires = when(terms.expires_s) if terms.expires_s else "never"
+        state = invite_state(one, time.time())
+        style = "green" if state == "valid" else "dim"
+        table.add_row(terms.id, terms.role, used, expires, Text(state, style=style), Text(_plain(terms.note)))
+    return table
+
+
+def invite_state(one: InviteState, unix_s: float) -> str:
+    """Say whether an invite still lets newcomers in."""
+    if one.is_revoked:
+        return "revoked"
+    if one.terms.expires_s and unix_s >= one.terms.expires_s:
+        return "expired"
+    return "used up" if 0 < one.terms.uses <= one.joined else "valid"
+
+
+def _all_members(folder: Path, keys: Path | None) -> list[MemberAccess]:
+    from shoal.swarm.protocol.messages import CoordinatorToHostMembers, ListMembers
+
+    found: dict[str, MemberAccess] = {}
+    first = 0
+    while True:
+        page = ask_host(folder, keys, ListMembers(first=first), CoordinatorToHostMembers)
+        found |= {one.peer: one for one in page.members}
+        first += len(page.members)
+        if not page.more or not page.members:
+            return sorted(found.values(), key=lambda one: not one.alive)
+
+
+def members_table(found: list[MemberAccess]) -> Table:
+    """Make the table of members and of others that the host decided on, those that are there first."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for name in ("peer", "name", "since (UTC)", "invite", "rounds"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "rounds" else "left")
+    table.add_column("state, network", overflow="fold")
+    for one in found:
+        state = Text(_plain(one.state), style="green" if one.alive else "dim")
+        if one.banned:
+            where = f" with {one.banned_network}" if one.banned_network else ""
+            state = Text(f"banned{where}" + (f": {_plain(one.note)}" if one.note else ""), style="red")
+        elif one.allowed:
+            state.append(", allowed" if one.state else "allowed")
+        if one.network:
+            state.append(f"\n{one.network}", style="dim")
+        since = when(one.since_s)[5:] if one.since_s else ""
+        rounds = f"{one.rounds}{'' if one.has_record else ' (new)'}" if one.role else ""
+        table.add_row(one.peer, _plain(one.name)[:_NAME], since, one.invite, rounds, state)
+    return table
+
+
+def _invite_json(one: InviteState) -> dict[str, object]:
+    about = {"made_s": one.made_s, "joined": one.joined, "state": invite_state(one, time.time())}
+    return one.terms.model_dump() | about
+
+
+def when(unix_s: float) -> str:
+    """Write a moment for people, in UTC."""
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def _plain(text: str) -> str:
+    from shoal.peer.terminal.events import printable
+
+    return printable(text)

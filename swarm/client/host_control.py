@@ -1,0 +1,28 @@
+"""Commands of a run's host to its running coordinator, over a connection that the host's identity vouches for."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from shoal.swarm.client.observer import stranger
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import HostCommand, HostToCoordinatorCommand, host_proof
+from shoal.swarm.protocol.types import Message
+
+M = TypeVar("M", bound=Message)
+
+_CONNECT_S, _ANSWER_S = 5.0, 20.0
+
+
+async def command_coordinator(
+    address: tuple[str, int], key: bytes, identity: Identity, run_hash: bytes, command: HostCommand, reply: type[M]
+) -> M:
+    """Have the coordinator at ``address``, with this CURVE ``key``, carry out a command of the host.
+
+    Raises ``Unreachable`` and the coordinator's errors."""
+    keys = CurveKeys.fresh()
+    async with stranger(keys) as node:
+        channel = node.control.dial(*address, key)
+        await channel.connected(_CONNECT_S)
+        proof = identity.sign(host_proof(run_hash, keys.public))
+        return await channel.request(HostToCoordinatorCommand(proof=proof, command=command), reply, _ANSWER_S)

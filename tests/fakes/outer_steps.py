@@ -1,0 +1,34 @@
+"""Steps of outer optimizers on copies, and means of rounds that are there as one tensor."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shoal.peer.training.outer_optimizer import OuterOptimizer
+
+
+def stepped(
+    outer: OuterOptimizer, anchor: Tensor, state: Tensor, mean: Tensor, version: int, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The next anchor, (n,), and state, (slots, n), both new."""
+    values = torch.cat([anchor.unsqueeze(0), state])
+    outer.step_(values, mean, version, factor)
+    return values[0], values[1:]
+
+
+class TensorMean:
+    """Mean of a round, in pieces of so many values (a ``RoundMean``)."""
+
+    def __init__(self, values: Tensor, piece: int = 3) -> None:
+        self.elements = values.numel()
+        self._values = values
+        self._piece = piece
+
+    def pieces(self) -> Iterator[tuple[int, int, Tensor]]:
+        for start in range(0, self.elements, self._piece):
+            stop = min(start + self._piece, self.elements)
+            yield start, stop, self._values[start:stop].clone()
+
+    def whole(self) -> Tensor:
+        return self._values.clone()
