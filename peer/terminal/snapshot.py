@@ -27,8 +27,8 @@ class Flow:
 @dataclass(frozen=True)
 class HeldStages:
     """Stages that a pipeline's peer holds: ``first`` to ``last`` of ``stages``, with the layers
-    ``first_layer <= l < stop_layer``. ``replicas``: of the held stage with the fewest; ``empty``: stages of the run
-    without any."""
+    ``first_layer <= l < stop_layer``. ``replicas``: of the held stage with the fewest; ``empty`` and ``alone``: stages
+    of the run without any, and with one."""
 
     first: int
     last: int
@@ -38,6 +38,7 @@ class HeldStages:
     replicas: int
     flow: Flow
     empty: tuple[int, ...] = ()
+    alone: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def held_stages(pipeline: PipelineView, span: tuple[int, int], flow: Flow) -> He
         replicas=min(replicas[first : last + 1]),
         flow=flow,
         empty=tuple(stage for stage in stages if not replicas[stage]),
+        alone=tuple(stage for stage in stages if replicas[stage] == 1),
     )
 
 

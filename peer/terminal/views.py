@@ -98,6 +98,8 @@ def _holders(stage: StageStatus, names: Mapping[str, str]) -> Text:
     if stage.outlook:
         line.append("  " if line else "")
         line.append(printable(stage.outlook), style="bold yellow")
+    elif len(stage.replicas) == 1:
+        line.append("  one replica: nobody checks it", style="yellow")
     return line
 
 
@@ -131,6 +133,15 @@ def empty_text(held: HeldStages) -> str:
     one = len(held.empty) == 1
     numbers = ", ".join(map(str, held.empty))
     return f"{'stage' if one else 'stages'} {numbers}: nobody holds {'it' if one else 'them'}, training waits"
+
+
+def alone_text(held: HeldStages) -> str:
+    """Name the stages with one replica; empty if there are none."""
+    if not held.alone:
+        return ""
+    if len(held.alone) == 1:
+        return f"stage {held.alone[0]} has one replica: nobody checks it"
+    return f"stages {', '.join(map(str, held.alone))} have one replica each: nobody checks them"
 
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -167,6 +178,8 @@ def session_panel(snapshot: Snapshot, losses: Sequence[float], lines: Sequence[s
         rows.insert(1, Text(held_text(snapshot.held), style="bold", **_ONE_LINE))
         if empty := empty_text(snapshot.held):
             rows.append(Text(empty, "bold yellow"))
+        if alone := alone_text(snapshot.held):
+            rows.append(Text(alone, "yellow", **_ONE_LINE))
     if snapshot.coordinator_is_away:
         rows.append(Text("the coordinator is away: training goes on, the round ends when it is back", "bold yellow"))
     if lines:

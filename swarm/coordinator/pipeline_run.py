@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from shoal.swarm.coordinator import events as ev
@@ -521,7 +522,8 @@ class PipelineRun:
         return [stage for stage in range(len(self.stages)) if not self.holders(stage)]
 
     def _peers(self) -> list[PeerCapability]:
-        return believed(self.capabilities)
+        members = self.membership.members
+        return [replace(one, network=members[one.peer].network) for one in believed(self.capabilities)]
 
     def _assign(self, spans: Mapping[str, tuple[int, int] | None]) -> None:
         """Assign stages to peers, None for none; a peer leaves the stages that it held, and its claims go to others."""
@@ -568,6 +570,13 @@ class PipelineRun:
         if holders := self.holders(stage):
             return f"waits for {self._name(holders)} to get its state{self._say_resting()}"
         return f"waits for a peer that can hold it{self._why()}{self._say_resting()}"
+
+    def say_unchecked(self) -> str:
+        """Say which stages have one replica, whose work nobody can compute again; empty if there are none."""
+        alone = [str(stage) for stage in range(len(self.stages)) if len(self.holders(stage)) == 1]
+        if len(alone) < 2:
+            return f"stage {alone[0]} has one replica: nobody checks it" if alone else ""
+        return f"stages {', '.join(alone)} have one replica each: nobody checks them"
 
     def _why(self) -> str:
         return f": {self.shortage}" if self.shortage else ""

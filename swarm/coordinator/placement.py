@@ -133,10 +133,11 @@ class PlacementRequest:
 
 
 def planner_of(run: RunFile) -> Planner:
-    """Return the planner with the settings of a pipeline run."""
+    """Return the planner with the settings of a pipeline run. An open one asks for two replicas of each stage."""
     assert run.pipeline is not None
     stages = None if run.pipeline.stages == "auto" else run.pipeline.stages
     max_in_flight, demand = run.pipeline.in_flight, account_of(run).demand()
+    twice = run.access.admission == "open"
 
     def plan(
         previous: StagePlan | None,
@@ -145,9 +146,17 @@ def planner_of(run: RunFile) -> Planner:
         rebalancing: Rebalancing | None,
     ) -> StagePlan | Infeasible:
         if previous is not None:
-            return replan(previous, layers, peers, max_in_flight=max_in_flight, demand=demand, rebalancing=rebalancing)
+            return replan(
+                previous,
+                layers,
+                peers,
+                max_in_flight=max_in_flight,
+                demand=demand,
+                rebalancing=rebalancing,
+                twice=twice,
+            )
         if stages is not None and stages > len(layers):
             return Infeasible(f"the run file asks for {stages} stages, and the model has {len(layers)} layers")
-        return plan_stages(layers, peers, stages=stages, max_in_flight=max_in_flight, demand=demand)
+        return plan_stages(layers, peers, stages=stages, max_in_flight=max_in_flight, demand=demand, twice=twice)
 
     return plan

@@ -429,6 +429,8 @@ class CoordinatorService:
         self.handlers = [ScopeHandlers(self, self.scope)]
         """By scope."""
         self._next_index = journal.next_index
+        self._unchecked = ""
+        """Warning of stages with one replica that was logged last."""
         self._trail = AccessTrail(run.hash, identity.sign, last_record(journal))
         self.run.log.start(self.scope)
         node.control.guard.is_member = lambda key: self.scope.membership.holder(key) is not None
@@ -530,7 +532,17 @@ class CoordinatorService:
                 self.run.tick(time.monotonic())
                 with suppress(DeadlineExceeded):
                     await self.flush()
+                self._warn_of_unchecked_stages()
             await asyncio.sleep(_TICK_S)
+
+    def _warn_of_unchecked_stages(self) -> None:
+        """Log which stages of an open run have one replica, whenever that changes."""
+        if not isinstance(self.run, PipelineRun) or self.run.run.access.admission != "open":
+            return
+        unchecked = self.run.say_unchecked()
+        if unchecked != self._unchecked:
+            self._unchecked = unchecked
+            log.warning("%s", unchecked or "every stage has two replicas or more")
 
     async def _plan(self, run: PipelineRun, planner: Planner) -> None:
         """Run the planner in a worker thread whenever there is a request, while members are answered."""

@@ -402,7 +402,8 @@ class AccessSection(Record):
             description=(
                 "who may join: `token`: who has an invite with a token that the host has made (`shoal host` prints "
                 "one, `shoal invite` makes others); `list`: identities that the host has allowed (`shoal allow`); "
-                "others only look, with a token; `open`: everybody who has the address and the key"
+                "others only look, with a token; `open`: everybody who has the address and the key; a pipeline then "
+                "has each stage held by two members, where there is room, before it spreads further"
             )
         ),
     ] = "token"

@@ -48,6 +48,8 @@ class PeerCapability:
     """Round trip to its neighbours."""
     device_bytes: int | None = None
     """The same of a GPU's own memory; None for a device that computes in the machine's memory, as CPU and MPS do."""
+    network: str = ""
+    """Network that it comes from, as the coordinator sees it; "" if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,8 @@ class PlanningProblem:
                 raise ValueError(f"{one.peer}: expected seconds of {len(layers)} layers and a bandwidth above 0")
         self.layers = len(layers)
         self.in_flight = max_in_flight
+        self.networks = [one.network for one in self.peers]
+        self._costs, self._demand = layers, demand
         self._parameters = _sums([[one.parameters_bytes for one in layers]])[0]
         self._kept = _sums([[one.kept_bytes for one in layers]])[0]
         self._seconds = _sums([one.layer_s for one in self.peers]) if self.peers else np.zeros((0, self.layers + 1))
@@ -201,6 +205,10 @@ class PlanningProblem:
             float(np.median(one)) if self.peers else 1.0 for one in (self._bandwidth, self._rtt_s)
         )
         self._usual_hop_s = 2 * 8 * self._crossing / usual_bps + usual_rtt_s
+
+    def of_peers(self, peers: Sequence[PeerCapability]) -> PlanningProblem:
+        """Return the same problem with other peers."""
+        return PlanningProblem(self._costs, peers, self.in_flight, self._demand)
 
     def stages(self, starts: Indices, stops: Indices) -> tuple[Floats, Flags]:
         """``rates`` and ``recomputes`` as in ``SpanTable``, for single stages of the layers [start, stop).

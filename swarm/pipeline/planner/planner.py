@@ -23,6 +23,7 @@ from shoal.swarm.pipeline.planner.model import (
     SpanTable,
     StagePlan,
 )
+from shoal.swarm.pipeline.planner.second_replicas import SecondReplicas
 from shoal.swarm.pipeline.planner.solver import EFFORT, PlanSearch, assign, cover_empty_stages, smooth_minimum
 
 
@@ -130,13 +131,14 @@ def replan(
     max_in_flight: int,
     demand: MemoryDemand,
     rebalancing: Rebalancing | None = None,
+    twice: bool = False,
 ) -> StagePlan | Infeasible:
     """Plan anew for the peers that are there now: boundaries stay, and peers keep their spans where they can.
 
     In this order: a peer that left, or lacks the memory for its span by now, loses it. Stages left empty are refilled
     by newcomers and by as few moves as possible. Every other peer without a span gets the one where it helps most. If
     nothing had to be moved, ``rebalancing`` allows one move to where it helps most. If the search for a refill would
-    take too long, all peers are assigned anew.
+    take too long, all peers are assigned anew. ``twice``: a second replica for a stage that has one goes before speed.
 
     Infeasible: nobody can hold some stage; ask again when another peer comes, with the same ``previous``.
     """
@@ -154,9 +156,24 @@ def replan(
             empty = [int(stage) for stage in np.flatnonzero(table.load(before) <= 0)]
             return explain_infeasible(problem, previous.boundaries, empty)
     choice = assign(table, choice, homeless)
+    seconds = SecondReplicas(table, problem.networks) if twice else None
+    if seconds is not None:
+        choice = seconds.improved(choice, homeless)
     if rebalancing is not None and _rested(rebalancing) and (choice[~homeless] == before[~homeless]).all():
-        choice = _rebalanced(table, choice, ~homeless, rebalancing.gain)
+        choice = _moved_one(table, choice, ~homeless, rebalancing.gain, seconds)
     return as_plan(problem, table, choice)
+
+
+def _moved_one(
+    table: SpanTable, choice: Indices, movable: Flags, gain: float, seconds: SecondReplicas | None
+) -> Indices:
+    """Make one move: for a second replica where one is wanted and missing, else for speed, if no stage loses one."""
+    if seconds is None:
+        return _rebalanced(table, choice, movable, gain)
+    moved = seconds.improved(choice, movable, most=1)
+    if (moved == choice).all():
+        moved = _rebalanced(table, choice, movable, gain)
+    return moved if seconds.cost(moved) <= seconds.cost(choice) else choice
 
 
 def _rested(rebalancing: Rebalancing) -> bool:
@@ -220,15 +237,47 @@ def plan_stages(
     stages: int | None,
     max_in_flight: int,
     demand: MemoryDemand,
+    twice: bool = False,
 ) -> StagePlan | Infeasible:
     """Plan the fastest placement with ``stages`` stages (None: the fastest number, the fewest of equally good ones).
 
-    ``demand``: memory that a stage takes for each parameter. Raises ``ValueError`` for inputs that fit no plan at all,
-    such as more stages than layers.
+    ``demand``: memory that a stage takes for each parameter. ``twice``: the fastest of the placements tried in which
+    the most stages have two replicas. Raises ``ValueError`` for inputs that fit no plan at all, such as more stages
+    than layers.
     """
     if stages is not None and not 1 <= stages <= len(layers):
         raise ValueError(f"{stages} stages cannot be cut from {len(layers)} layers")
     problem = PlanningProblem(layers, peers, max_in_flight, demand)
+    fastest = _fastest_plan(problem, stages)
+    if not twice or isinstance(fastest, Infeasible):
+        return fastest
+    return _held_twice(problem, fastest, [fastest.boundaries, *_cuts_for_halves(problem, stages)])
+
+
+def _held_twice(problem: PlanningProblem, fastest: StagePlan, cuts: Sequence[tuple[int, ...]]) -> StagePlan:
+    """Plan with the most stages held twice, over these cuts; of equally good ones the fastest, then the first."""
+    everybody = np.ones(len(problem.peers), dtype=np.bool_)
+    found: list[tuple[int, float, SpanTable, Indices]] = []
+    for cut in dict.fromkeys(cuts):
+        table = problem.table(cut)
+        seconds = SecondReplicas(table, problem.networks)
+        begun = [seconds.spread(everybody)]
+        if cut == fastest.boundaries:
+            begun.insert(0, as_choice(problem, table, fastest))
+        for choice in (seconds.improved(one, everybody) for one in begun):
+            found.append((seconds.cost(choice), -table.rate(choice), table, choice))
+    _, _, table, choice = min((one for one in found if one[1] < 0), key=lambda one: one[:2])
+    return as_plan(problem, table, choice)
+
+
+def _cuts_for_halves(problem: PlanningProblem, stages: int | None) -> list[tuple[int, ...]]:
+    """Cuts that each half of the peers could hold by itself: every other one, the roomiest first."""
+    ordered = sorted(problem.peers, key=lambda one: (-one.host_bytes, one.peer))
+    plans = [_fastest_plan(problem.of_peers(half), stages) for half in (ordered[::2], ordered[1::2]) if half]
+    return [plan.boundaries for plan in plans if isinstance(plan, StagePlan)]
+
+
+def _fastest_plan(problem: PlanningProblem, stages: int | None) -> StagePlan | Infeasible:
     search = PlanSearch(problem)
     numbers = [stages] if stages is not None else search.numbers()
     begun = {count: search.seed(count) for count in numbers}

@@ -12,7 +12,15 @@ from tests.peer.terminal.test_reporter import PEERS, SNAPSHOT, VERDICT, make_sta
 from shoal.peer.terminal.events import sentence
 from shoal.peer.terminal.reporter import status_json, status_table
 from shoal.peer.terminal.snapshot import Flow, HeldStages, held_stages, with_stages
-from shoal.peer.terminal.views import empty_text, flow_text, held_text, session_panel, stages_drawing, status_line
+from shoal.peer.terminal.views import (
+    alone_text,
+    empty_text,
+    flow_text,
+    held_text,
+    session_panel,
+    stages_drawing,
+    status_line,
+)
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.types import AssignedSpan, PipelineView, StageStatus
 
@@ -128,6 +136,14 @@ def test_a_stage_that_nobody_holds_says_what_it_waits_for() -> None:
     assert "0 tok/s" in flow
     assert "nobody can hold stage 2, ·[2Jwhich takes 3,200.0 MB" in holders
     assert "○ be·e bbbbbbbb" in drawn(STAGES)[5], "and who is coming"
+
+
+def test_a_stage_with_one_replica_says_so() -> None:
+    assert drawn(STAGES, 120)[5].rstrip().endswith("one replica: nobody checks it")
+    assert sum("nobody checks" in line for line in drawn(STAGES, 120)) == 1
+    assert alone_text(HELD) == ""
+    assert alone_text(replace(HELD, alone=(5,))) == "stage 5 has one replica: nobody checks it"
+    assert alone_text(replace(HELD, alone=(0, 5))) == "stages 0, 5 have one replica each: nobody checks them"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -80,3 +80,16 @@ def test_every_member_sees_it() -> None:
     assert len(views[0].spans) == 5
     assert all(span.rate > 0 for span in views[0].spans)
     assert len(views[0].boundaries) == STAGES + 1
+
+
+def test_it_is_said_which_stages_have_one_replica() -> None:
+    world = PipelineWorld(run_file(), peers=3)
+    for newcomers, said in (
+        (0, "stages 0, 1, 2 have one replica each: nobody checks them"),
+        (2, "stage 2 has one replica: nobody checks it"),
+        (1, ""),
+    ):
+        for _ in range(newcomers):
+            world.start(next(peer for peer in world.peers if not peer.running))
+        world.tick(1.0)
+        assert world.machine.say_unchecked() == said
