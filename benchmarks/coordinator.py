@@ -52,7 +52,7 @@ source = "own"
 joins_per_minute = 100_000
 joins_per_minute_per_network = 100_000
 members_per_network = 1024
-members_without_record = 1024
+members_without_credit = 1024
 
 [round]
 tokens = {tokens}

@@ -430,7 +430,7 @@ def members_table(found: list[MemberAccess]) -> Table:
         if one.network:
             state.append(f"\n{one.network}", style="dim")
         since = when(one.since_s)[5:] if one.since_s else ""
-        rounds = f"{one.rounds}{'' if one.has_record else ' (new)'}" if one.role else ""
+        rounds = f"{one.rounds}{'' if one.has_credit else ' (new)'}" if one.role else ""
         table.add_row(one.peer, _plain(one.name)[:_NAME], since, one.invite, rounds, state)
     return table
 

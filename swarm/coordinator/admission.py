@@ -78,9 +78,9 @@ over a slow link takes a day."""
 
 
 class Standing(NamedTuple):
-    """Reasons to keep a member: a record, committed rounds with its work, a place in a pipeline."""
+    """Reasons to keep a member: credit, committed rounds with its work, a place in a pipeline."""
 
-    has_record: bool
+    has_credit: bool
     rounds: int
     has_place: bool = False
 
@@ -147,7 +147,7 @@ class Admission:
         claimed, is_observer = peer_id(certificate.identity_key), role == "observer"
         claims = self._check_access(claimed, role, network, token)
         member = self._scope.membership.members.get(claimed)
-        is_known = self._scope.standing(claimed).has_record or (member is not None and member.alive)
+        is_known = self._scope.standing(claimed).has_credit or (member is not None and member.alive)
         with self.access.under_way(certificate.curve_key, network, is_known):
             if not is_known:
                 self.access.take(network, is_observer, now_s)
@@ -226,15 +226,15 @@ class Admission:
         newcomers = [
             (other, membership.members[other].network, standing.rounds + standing.has_place)
             for other, standing in standings.items()
-            if is_observer or not standing.has_record
+            if is_observer or not standing.has_credit
         ]
         limits = self._run.access
         most, of_network = OBSERVERS, OBSERVERS_PER_NETWORK
         if not is_observer:
             most, of_network = limits.newcomers(len(standings) - len(newcomers)), limits.members_per_network
-        kind = "guests" if is_observer else "members without a record of committed work"
+        kind = "guests" if is_observer else "members without credit"
         is_full = not membership.places_left(role)
-        if self._scope.standing(peer).has_record:
+        if self._scope.standing(peer).has_credit:
             if not is_full:
                 return None
         elif sum(of == network for _, of, _ in newcomers) >= of_network:
@@ -281,7 +281,7 @@ class Admission:
             self._scope.record(MemberLost(peer=peer, reason="silent"))
 
     def lose_idle(self, now_s: float) -> None:
-        """Lose members without a record that make no progress, so that others get their places. They may join again.
+        """Lose members without credit that make no progress, so that others get their places. They may join again.
 
         A member with a place in a pipeline is left to ``stall_detector.py``, which takes its place away first."""
         if self._scope.has_ended:
@@ -291,7 +291,7 @@ class Admission:
             is_idle = now_s - one.progress_s > patience_s or now_s - one.worked_s > _MAX_UNPROVEN_S
             if is_idle and one.alive and one.entry.role != "observer":
                 standing = self._scope.standing(peer)
-                if not (standing.has_record or standing.has_place):
+                if not (standing.has_credit or standing.has_place):
                     self._scope.record(MemberLost(peer=peer, reason="idle"))
 
     def require_member(self, curve_key: bytes) -> str:

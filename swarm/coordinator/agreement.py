@@ -1,6 +1,6 @@
 """Agreement on the state of a new version: who decides on its digest, and when that is clear.
 
-Those decide that held the state before and took part in the round that made this one; among them those with a record.
+Those decide that held the state before and took part in the round that made this one; among them those with credit.
 A member that has joined since, or has restored a state from its disk, decides nothing while one of them is here."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shoal.swarm.coordinator.membership import Member, work_of
+from shoal.swarm.coordinator.membership import Member, weights_of
 
 _ALONE = 0.75
 """Share of the work with which one member decides against others: a small one cannot halt the run by another claim."""
@@ -47,11 +47,11 @@ def deciders(trainers: Mapping[str, Member], took_part: Collection[str], version
     present = [peer for peer, one in trainers.items() if one.joined_version < version]
     averaged = [peer for peer in present if peer in took_part]
     for group in (
-        _recorded(trainers, averaged),
-        _recorded(trainers, present),
+        _with_credit(trainers, averaged),
+        _with_credit(trainers, present),
         averaged,
         present,
-        _recorded(trainers, trainers),
+        _with_credit(trainers, trainers),
     ):
         if group:
             return group
@@ -62,7 +62,7 @@ def clear_digest(said: Mapping[str, bytes | None], members: Mapping[str, Member]
     """Return the digest with more than half of the work behind it, of two members where there are two; None without.
 
     ``said``: by all that decide, None for who has not spoken. One member alone needs far more of the work."""
-    work = work_of({peer: members[peer] for peer in said})
+    work = weights_of({peer: members[peer] for peer in said})
     behind, heads = Counter[bytes](), Counter[bytes]()
     for peer, digest in said.items():
         if digest is not None:
@@ -75,5 +75,5 @@ def clear_digest(said: Mapping[str, bytes | None], members: Mapping[str, Member]
     return None
 
 
-def _recorded(members: Mapping[str, Member], peers: Iterable[str]) -> list[str]:
-    return [peer for peer in peers if members[peer].has_record]
+def _with_credit(members: Mapping[str, Member], peers: Iterable[str]) -> list[str]:
+    return [peer for peer in peers if members[peer].has_credit]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.swarm.coordinator.influence import usual_loss, weighted_median
-from shoal.swarm.coordinator.membership import Member, counting, work_of
+from shoal.swarm.coordinator.membership import Member, counting, weights_of
 from shoal.swarm.coordinator.rollback import History
 
 _PASSED_ROUNDS = 8
@@ -81,7 +81,7 @@ def combine_claims(
     }
     if not claims:
         return CombinedClaims()
-    work = work_of(members)
+    work = weights_of(members)
     total = sum(work.values())
     if 2 * sum(work[peer] for peer in claims) > total:
         bad_version = int(weighted_median([(at, max(work[peer], 1)) for peer, at in claims.items()]))
@@ -115,7 +115,7 @@ def divergence_rollback(
     still knows, here or not."""
     if setback.fruitless >= _FRUITLESS or setback.returns >= _RETURNS:
         return None
-    # States that only newcomers claim to keep count where no member with a record keeps any, or the run would end.
+    # States that only newcomers claim to keep count where no member with credit keeps any, or the run would end.
     kept = _kept(bad_version, history, counting(members, members), members) or _kept(
         bad_version, history, members, members
     )
@@ -141,7 +141,7 @@ def _kept(bad_version: int, history: History, peers: Iterable[str], members: Map
 
 def _suspects(version: int, history: History, members: Mapping[str, Member]) -> tuple[str, ...]:
     """Return the suspects of the undone rounds; nobody if they did half of the work or more."""
-    work = work_of(members)
+    work = weights_of(members)
     found = sorted({peer for one in history.rounds[version:] for peer in one.suspects})
     is_few = 2 * sum(work.get(peer, 0) for peer in found) < sum(work.values())
     return tuple(found) if is_few else ()

@@ -108,7 +108,7 @@ class RoundReopened(JournalEvent):
 
 class RoundPlanned(JournalEvent):
     """Plan of a round. ``ranges``: the samples in each member's contribution, in the order of the plan's members;
-    ``loss``: mean of the members' losses; ``median_loss``: median over those with a record, which a few members cannot
+    ``loss``: mean of the members' losses; ``median_loss``: median over those with credit, which a few members cannot
     move."""
 
     plan: RoundPlan

@@ -150,7 +150,7 @@ class HostCommands:
             invite=member.invite if member else "",
             network=member.network if member else "",
             rounds=standing.rounds,
-            has_record=standing.has_record,
+            has_credit=standing.has_credit,
             banned=ban is not None,
             banned_network=ban.network if ban else "",
             allowed=peer in self._list.allowed,

@@ -122,15 +122,15 @@ def exceeds(member: PlanMember, rho: float, power: float) -> bool:
 def suspects_of(plan: RoundPlan, members: Mapping[str, Member], power: float) -> tuple[str, ...]:
     """Return the suspects in case this round turns out to be bad.
 
-    That is, members near their bound, without a record while others have one, or that contribute for the first time
+    That is, members near their bound, without credit while others have one, or that contribute for the first time
     while others have before. ``members``: as before the round is counted."""
     peers = [one.peer for one in plan.members]
-    recorded = any(members[peer].has_record for peer in peers)
+    credited = any(members[peer].has_credit for peer in peers)
     older = any(members[peer].rounds_committed for peer in peers)
 
     def is_suspect(one: PlanMember) -> bool:
         member = members[one.peer]
-        is_new = (recorded and not member.has_record) or (older and not member.rounds_committed)
+        is_new = (credited and not member.has_credit) or (older and not member.rounds_committed)
         return is_new or total_norm(one.norms) > _NEAR * norm_bound(one, plan.rho, power)
 
     return tuple(one.peer for one in plan.members if is_suspect(one))

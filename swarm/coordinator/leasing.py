@@ -96,17 +96,17 @@ class Leasing:
 
     def _trusted_limit(self, peer: str) -> int:
         """Return the most samples that a member gets for what it was seen to commit; no limit while nobody has a
-        record. A batch is always possible, or nobody could ever get a record."""
+        credit. A batch is always possible, or nobody could ever get credit."""
         scope = self._scope
-        member, recorded = scope.membership.members[peer], scope.membership.recorded()
+        member, credited = scope.membership.members[peer], scope.membership.with_credit()
         assert scope.model is not None
         now_s = scope.log.now_s
         per_sample, batch, held = scope.model.tokens_per_sample, scope.run.inner.batch_samples, self._held(peer)
-        limit_tps = pace_limit(member, recorded)
-        if not recorded:
+        limit_tps = pace_limit(member, credited)
+        if not credited:
             return _NO_LIMIT
         self.clock.start(peer, now_s, held * per_sample, limit_tps)
-        if member.has_record:
+        if member.has_credit:
             # A lease lasts for a while; where rounds are short, that is no reason to hold several rounds' worth.
             ahead_s = min(scope.deadlines.lease_s, scope.run.round.max_s / 2)
             worked_s = self.clock.worked_s(peer, now_s) + ahead_s
@@ -116,18 +116,18 @@ class Leasing:
         return min(alone, self._newcomers_limit(peer))
 
     def _newcomers_limit(self, peer: str) -> int:
-        """Return what is left for this member of what all members without a record may hold together."""
+        """Return what is left for this member of what all members without credit may hold together."""
         scope = self._scope
         assert scope.model is not None
-        goal, recorded, batch = scope.goal(), scope.membership.recorded(), scope.run.inner.batch_samples
+        goal, credited, batch = scope.goal(), scope.membership.with_credit(), scope.run.inner.batch_samples
         open_s = scope.log.now_s - scope.round.opened_s
         working = scope.working().keys()
-        if goal.exact and (recorded.keys().isdisjoint(working) or open_s > goal.max_s / 2):
-            return _NO_LIMIT  # those with a record do not fill the batch
-        tokens = newcomers_tokens(recorded.values(), goal.tokens, None if goal.exact else open_s)
+        if goal.exact and (credited.keys().isdisjoint(working) or open_s > goal.max_s / 2):
+            return _NO_LIMIT  # those with credit do not fill the batch
+        tokens = newcomers_tokens(credited.values(), goal.tokens, None if goal.exact else open_s)
         most = int(min(tokens / scope.model.tokens_per_sample, _NO_LIMIT))
-        each = max(batch, most // max(1, len(working - recorded.keys())))
-        held = {holder: count(ranges) for holder, ranges in scope.leases.held.items() if holder not in recorded}
+        each = max(batch, most // max(1, len(working - credited.keys())))
+        held = {holder: count(ranges) for holder, ranges in scope.leases.held.items() if holder not in credited}
         # What one keeps above its own part, from when it was alone, is not taken from the others'.
         together = sum(min(one, each) for one in held.values())
         return min(max(batch, most) - together, each - held.get(peer, 0))

@@ -29,8 +29,8 @@ _FIRST_BAR, _LONGEST_BAR = 4, 64
 _FIRST_SUSPENSION, _LONGEST_SUSPENSION = 8, 1024
 """Rounds of a member's first suspension, and at most."""
 
-RECORD_ROUNDS = 8
-"""Committed rounds with a member's contribution in them until it has a record."""
+CREDIT_ROUNDS = 8
+"""Committed rounds with a member's contribution in them until it has credit."""
 
 _MISSED, _LONGEST_ABSENCE = 2, 64
 """Rounds in a row without a member's contribution until it is left out, and for how many at most."""
@@ -122,9 +122,9 @@ class Member:
         return self.anchor_version is not None or bool(self.kept) or self.headway != Headway()
 
     @property
-    def has_record(self) -> bool:
+    def has_credit(self) -> bool:
         """Whether enough of the member's work was committed for its reports to decide."""
-        return self.rounds_committed >= RECORD_ROUNDS
+        return self.rounds_committed >= CREDIT_ROUNDS
 
     @property
     def is_trainer(self) -> bool:
@@ -257,7 +257,7 @@ class Membership:
         return forgotten
 
     def advance(self, anchor_version: int) -> None:
-        """Note that the run is at a newer version, with which a member may have got a record."""
+        """Note that the run is at a newer version, with which a member may have got credit."""
         self._states += 1
         for member in self.trainers().values():
             member.seen_version = anchor_version
@@ -371,10 +371,10 @@ class Membership:
             ("trainers",), lambda: {peer: member for peer, member in self.members.items() if member.is_trainer}
         )
 
-    def recorded(self) -> Mapping[str, Member]:
-        """Return the live trainers with a record."""
+    def with_credit(self) -> Mapping[str, Member]:
+        """Return the live trainers with credit."""
         return self._remember(
-            ("recorded",), lambda: {peer: member for peer, member in self.trainers().items() if member.has_record}
+            ("with credit",), lambda: {peer: member for peer, member in self.trainers().items() if member.has_credit}
         )
 
     def holder(self, curve_key: bytes) -> str | None:
@@ -457,16 +457,16 @@ def _progress(of: Member | PeerToCoordinatorHeartbeat) -> tuple[Any, ...]:
 
 
 def counting(members: Mapping[str, Member], peers: Iterable[str]) -> list[str]:
-    """Return the peers whose reports decide: those with a record, or all where none of them has one."""
+    """Return the peers whose reports decide: those with credit, or all where none of them has any."""
     peers = list(peers)
-    return [peer for peer in peers if members[peer].has_record] or peers
+    return [peer for peer in peers if members[peer].has_credit] or peers
 
 
-def work_of(members: Mapping[str, Member]) -> dict[str, int]:
-    """Return the weight of each member's reports: the committed tokens of members with a record.
+def weights_of(members: Mapping[str, Member]) -> dict[str, int]:
+    """Return the weight of each member's reports: the committed tokens of members with credit.
 
-    While nobody has a record, its committed rounds, as claims of much work prove nothing yet; before any round, 1."""
-    recorded = {peer: one.tokens_committed if one.has_record else 0 for peer, one in members.items()}
+    While nobody has credit, its committed rounds, as claims of much work prove nothing yet; before any round, 1."""
+    recorded = {peer: one.tokens_committed if one.has_credit else 0 for peer, one in members.items()}
     for work in (recorded, {peer: one.rounds_committed for peer, one in members.items()}):
         if any(work.values()):
             return work
@@ -478,7 +478,7 @@ def weightiest(digests: Mapping[str, bytes | None], members: Mapping[str, Member
 
     Of equals the one that most peers report, then the smallest, so that any two judges agree."""
     said = {peer: digest for peer, digest in digests.items() if digest is not None}
-    work = work_of({peer: members[peer] for peer in said})
+    work = weights_of({peer: members[peer] for peer in said})
     heads, behind = Counter(said.values()), Counter[bytes]()
     for peer, digest in said.items():
         behind[digest] += work[peer]

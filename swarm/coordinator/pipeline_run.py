@@ -207,8 +207,8 @@ class PipelineRun:
     def standing(self, peer: str) -> Standing:
         """Return the reasons to keep a member: its work in any of the stages, and its place there."""
         standings = [scope.standing(peer) for scope in self.scopes]
-        has_record = any(one.has_record for one in standings)
-        return Standing(has_record, max((one.rounds for one in standings), default=0), peer in self.spans)
+        has_credit = any(one.has_credit for one in standings)
+        return Standing(has_credit, max((one.rounds for one in standings), default=0), peer in self.spans)
 
     def _left_traces(self, peer: str) -> bool:
         return peer in self.former or any(peer in scope.membership.members for scope in self.scopes)

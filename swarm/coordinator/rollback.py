@@ -136,7 +136,7 @@ class Outage:
 
     def saw_progress(self, now_s: float, member: Member, history: History) -> None:
         """Start the wait anew as a member gets results or a state: it may be about to have the newest one."""
-        if self._since_s is not None and (_may_finish(member, history) or member.has_record):
+        if self._since_s is not None and (_may_finish(member, history) or member.has_credit):
             self._since_s = now_s
 
     def excuse(self, seconds: float) -> None:

@@ -78,7 +78,7 @@ def plan_round(
         owners(members, peers, fewest_rows(len(peers), rules.group_size)),
         replace(rules, seed=rules.seed << 64 | number),
         can_stand_in=[members[peer].can_own for peer in peers],
-        counting=[members[peer].has_record for peer in peers],
+        counting=[members[peer].has_credit for peer in peers],
     )
     return RoundPlan(
         round=number,

@@ -133,17 +133,17 @@ def left_out(
     """Return members whose contribution is not in every chunk of a round without void parts, in the plan's order.
 
     Members that hold all committed bytes know who is missing in them. Two of them have to report it, or, where any has
-    a record (``work``), those with more than half of the recorded work. If nobody holds them all, every report is
+    credit (``work``), those with more than half of the credit. If nobody holds them all, every report is
     believed, for samples are better trained on twice than never."""
     if ended.plan is None:
         return ()
     holders = {peer: report for peer, report in ended.reports.items() if report.digests == digests}
-    recorded = {peer: work[peer] for peer in holders if peer in work}
+    credited = {peer: work[peer] for peer in holders if peer in work}
     said = Counter[int]()
     for peer, report in (holders or ended.reports).items():
         for index in set(report.dropped):
-            said[index] += recorded.get(peer, 0) if recorded else 1
-    needed = sum(recorded.values()) // 2 + 1 if recorded else min(2, max(1, len(holders)))
+            said[index] += credited.get(peer, 0) if credited else 1
+    needed = sum(credited.values()) // 2 + 1 if credited else min(2, max(1, len(holders)))
     return tuple(ended.plan.members[index].peer for index in sorted(said) if said[index] >= needed)
 
 
@@ -179,9 +179,9 @@ def judge(
 
     Of each part those bytes are committed that most live members hold, if two of them do (one, if it is the last), so
     that the next death does not take committed bytes away; a part without such bytes is void. ``work``: of the members
-    with a record, what was committed of each. Where any of them is here, it is they who decide: those bytes are kept
+    with credit, what was committed of each. Where any of them is here, it is they who decide: those bytes are kept
     that members with more than half of their work hold, whoever has reported yet; two members again, unless one alone
-    has a record.
+    has credit.
 
     Committed when any part
     is, or, of a ``whole`` round, when all are. Waits for all live members of the plan, or until ``overdue``; those who
@@ -194,19 +194,19 @@ def judge(
     can_wait = len(heard) < len(present) and not overdue
     if can_wait and not enough:
         return None  # without looking at the reports: counting a thousand of them takes a while
-    recorded = work.keys() & set(present)
-    all_work = sum(work[peer] for peer in recorded)
+    credited = work.keys() & set(present)
+    all_work = sum(work[peer] for peer in credited)
     digests: list[bytes | None] = []
     failed: set[str] = set()
     accusers: defaultdict[str, set[str]] = defaultdict(set)
     for index, part in enumerate(plan.parts):
         held = Counter(one for one in (report.digests[index] for report in heard.values()) if one is not None)
-        worked = _work_behind(heard, index, work) if recorded else {}
+        worked = _work_behind(heard, index, work) if credited else {}
         # Of equals the smallest digest, so that any two judges agree.
         ranked = sorted(held.items(), key=lambda one: (-worked.get(one[0], 0), -one[1], one[0]))
         digest, holders = ranked[0] if ranked else (None, 0)
-        if recorded and digest is not None:
-            is_kept = 2 * worked.get(digest, 0) > all_work and holders >= min(2, len(recorded))
+        if credited and digest is not None:
+            is_kept = 2 * worked.get(digest, 0) > all_work and holders >= min(2, len(credited))
         else:
             is_kept = holders >= min(2, len(present))
         kept = digest if is_kept else None
@@ -214,7 +214,7 @@ def judge(
             return None
         digests.append(kept)
         owner = plan.members[part.owner].peer
-        if not recorded:
+        if not credited:
             # A single member with other bytes may have made them up; with two, the owner is the likelier source.
             if kept is None or held.total() - holders >= 2:
                 failed.add(owner)
@@ -248,7 +248,7 @@ def judge(
 def _work_behind(
     heard: Mapping[str, PeerToCoordinatorRoundReport], part: int, work: Mapping[str, int]
 ) -> dict[bytes, int]:
-    """Return the recorded work of the holders of each digest of a part."""
+    """Return the credit of the holders of each digest of a part."""
     worked: dict[bytes, int] = {}
     for peer in heard.keys() & work.keys():
         digest = heard[peer].digests[part]

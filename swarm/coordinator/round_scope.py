@@ -66,8 +66,8 @@ from shoal.swarm.coordinator.trust import (
     Accusations,
     Punctuality,
     accusations_of,
+    credit_of,
     pace_after,
-    recorded_work,
 )
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
@@ -88,7 +88,7 @@ from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract
 Sign = Callable[[bytes], bytes]
 
 _FEWEST_WITNESSES = 3
-"""Fewest members with a record whose reports alone are believed: of each, two others tell how fast its link is."""
+"""Fewest members with credit whose reports alone are believed: of each, two others tell how fast its link is."""
 
 _MAX_COUNT = 2**62
 EXACT_MEMBERS = 64
@@ -282,7 +282,7 @@ class RoundScope:
     def standing(self, peer: str) -> Standing:
         """Return the reasons to keep a member."""
         member = self.membership.members.get(peer)
-        return Standing(member.has_record, member.rounds_committed) if member else Standing(False, 0)
+        return Standing(member.has_credit, member.rounds_committed) if member else Standing(False, 0)
 
     def _begin_averaging(self, event: ev.RoundPlanned) -> None:
         self.round.phase = "averaging"
@@ -343,10 +343,10 @@ class RoundScope:
     def _learn_paces(self, verdict: Verdict, lasted_s: float) -> None:
         """Update the members' paces. The duration of the run's first round is unknown."""
         assert verdict.plan is not None
-        members, recorded = self.membership.members, self.membership.recorded()
+        members, credited = self.membership.members, self.membership.with_credit()
         lasted_s = min(lasted_s, self.run.round.max_s)
         paces = {
-            one.peer: pace_after(members[one.peer], one.weight_tokens, lasted_s, recorded)
+            one.peer: pace_after(members[one.peer], one.weight_tokens, lasted_s, credited)
             for one in verdict.plan.members
             if lasted_s > 0.0
         }
@@ -366,9 +366,9 @@ class RoundScope:
         return self.round.number < self.membership.members[peer].out_until
 
     def counts(self, peer: str) -> bool:
-        """Whether a member's reports influence others: it has a record, or nobody has."""
-        recorded = self.membership.recorded()
-        return not recorded or peer in recorded
+        """Whether a member's reports influence others: it has credit, or nobody has."""
+        credited = self.membership.with_credit()
+        return not credited or peer in credited
 
     def _commit(self, verdict: Verdict, lost: tuple[str, ...], took_s: float) -> None:
         plan = verdict.plan
@@ -930,10 +930,10 @@ class RoundScope:
     def _worth_waiting_s(self, awaited: Collection[str]) -> float:
         if self.round.ready and not awaited:
             return 0.0
-        # Members with a record decide where there are any, or newcomers could keep everybody waiting.
-        recorded = self.membership.recorded().keys() & {*self.round.ready, *awaited}
-        ready = len(recorded.intersection(self.round.ready)) if recorded else len(self.round.ready)
-        late = len(recorded.intersection(awaited)) if recorded else len(awaited)
+        # Members with credit decide where there are any, or newcomers could keep everybody waiting.
+        credited = self.membership.with_credit().keys() & {*self.round.ready, *awaited}
+        ready = len(credited.intersection(self.round.ready)) if credited else len(self.round.ready)
+        late = len(credited.intersection(awaited)) if credited else len(awaited)
         # An exact batch is worth the whole patience: without the straggler it begins anew.
         prompt = ready > late and not self.goal().exact
         return self._ready_delays.wait_s if prompt else self.deadlines.ready_s
@@ -1037,14 +1037,14 @@ class RoundScope:
             overdue=now_s > self.round.progress_s + self.deadlines.report_s,
             enough=now_s > self.round.reported_s + self._report_delays.wait_s,
             whole=self.goal().exact,
-            work=recorded_work(self.membership.members, live),
+            work=credit_of(self.membership.members, live),
         )
 
     def verdict_of(self, judgement: Judgement, went_back: ev.WentBack | None = None) -> ev.VerdictGiven:
         """Return the verdict before it is signed.
 
         ``went_back``: only with a judgement that aborts the round; then the version is that of its vouched round."""
-        work = recorded_work(self.membership.members, self.round.reports)
+        work = credit_of(self.membership.members, self.round.reports)
         plan, lost = self.round.plan, lost_work(self.round, judgement.digests, work)
         weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
         tokens = sum(weight for peer, weight in weights.items() if peer not in lost) if judgement.committed else 0
@@ -1081,8 +1081,8 @@ class RoundScope:
         )
 
     def left_out_of(self, judgement: Judgement) -> tuple[str, ...]:
-        """Return members whose contribution did not get into every chunk, as most of the recorded work reports."""
-        work = recorded_work(self.membership.members, self.round.reports)
+        """Return members whose contribution did not get into every chunk, as most of the credit reports."""
+        work = credit_of(self.membership.members, self.round.reports)
         return left_out(self.round, judgement.digests, work)
 
     def _carrying(self, judgement: Judgement) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Trust in members: samples that each may hold, accusations that count, owners of parts, members waited for.
 
-A member has a record once enough of its work was committed (``Member.has_record``). Members with a record, where there
-are any, decide what affects everybody; a member without one has a bounded effect. All rules are here or in ``Member``.
+A member has credit once enough of its work was committed (``Member.has_credit``). Members with credit, where there
+are any, decide what affects everybody; one without credit has a bounded effect. All rules are here or in ``Member``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROWTH = 2.0
 faster, or is faster than all others, is believed within a few rounds."""
 
 NEWCOMERS_SHARE = 0.2
-"""Share of a round's samples for all members without a record together."""
+"""Share of a round's samples for all members without credit together."""
 
 _PACE_KEPT = 0.8
 """Part of a member's pace that is kept after a round in which it did less: one bad round costs it little."""
@@ -81,48 +81,48 @@ class LeaseClock:
         return max(0.0, now_s - max(self._since_s.get(peer, now_s), self._before_s, not_before_s))
 
 
-def pace_limit(member: Member, recorded: Mapping[str, Member]) -> float:
-    """Return the tokens a second at which a member may lease and be counted; infinite while nobody has a record.
+def pace_limit(member: Member, credited: Mapping[str, Member]) -> float:
+    """Return the tokens a second at which a member may lease and be counted; infinite while nobody has credit.
 
-    A member without a record may be as fast as the fastest one with a record."""
-    if not recorded:
+    A member without credit may be as fast as the fastest one with credit."""
+    if not credited:
         return math.inf
-    if member.has_record:
+    if member.has_credit:
         return GROWTH * member.pace_tps
-    return GROWTH * max(member.pace_tps, *(one.pace_tps for one in recorded.values()))
+    return GROWTH * max(member.pace_tps, *(one.pace_tps for one in credited.values()))
 
 
-def pace_after(member: Member, tokens: int, took_s: float, recorded: Mapping[str, Member]) -> float:
+def pace_after(member: Member, tokens: int, took_s: float, credited: Mapping[str, Member]) -> float:
     """Return a member's pace after a round of ``took_s`` that committed ``tokens`` of it."""
-    seen_tps = min(tokens / took_s, pace_limit(member, recorded))
+    seen_tps = min(tokens / took_s, pace_limit(member, credited))
     return max(seen_tps, _PACE_KEPT * member.pace_tps)
 
 
-def newcomers_tokens(recorded: Iterable[Member], goal_tokens: int, open_s: float | None) -> float:
-    """Return the most tokens that all members without a record may hold together after ``open_s`` of a round.
+def newcomers_tokens(credited: Iterable[Member], goal_tokens: int, open_s: float | None) -> float:
+    """Return the most tokens that all members without credit may hold together after ``open_s`` of a round.
 
-    It grows with the usual pace of members with a record. ``open_s`` None: an exact batch, whose share is known from
+    It grows with the usual pace of members with credit. ``open_s`` None: an exact batch, whose share is known from
     the start."""
     most = NEWCOMERS_SHARE * goal_tokens
     if open_s is None:
         return most
-    usual_tps = sum(one.pace_tps for one in recorded)
+    usual_tps = sum(one.pace_tps for one in credited)
     return min(most, NEWCOMERS_SHARE / (1.0 - NEWCOMERS_SHARE) * usual_tps * open_s)
 
 
 # Accusations ------------------------------------------------------------------------------------------------
 
 
-def recorded_work(members: Mapping[str, Member], peers: Iterable[str]) -> dict[str, int]:
-    """Return the committed tokens of those of these peers that have a record."""
-    return {peer: one.tokens_committed for peer in peers if (one := members.get(peer)) is not None and one.has_record}
+def credit_of(members: Mapping[str, Member], peers: Iterable[str]) -> dict[str, int]:
+    """Return the committed tokens of those of these peers that have credit."""
+    return {peer: one.tokens_committed for peer in peers if (one := members.get(peer)) is not None and one.has_credit}
 
 
 def outvotes(accusers: Collection[str], accused: str, present: Collection[str], work: Mapping[str, int]) -> bool:
-    """Whether enough members accuse one: two, where there could be two, with more than half of the recorded work.
+    """Whether enough members accuse one: two, where there could be two, with more than half of the credit.
 
-    The work is that of all present, the accused included; while nobody has a record, two accusers are enough. So
-    newcomers exclude nobody with a record, and members that did little nobody that did most."""
+    The work is that of all present, the accused included; while nobody has credit, two accusers are enough. So
+    newcomers exclude nobody with credit, and members that did little nobody that did most."""
     others = [peer for peer in present if peer != accused]
     if len(accusers) < min(2, len(others)):
         return False
@@ -179,15 +179,15 @@ class Accusations:
 
 
 def owners(members: Mapping[str, Member], peers: Sequence[str], least: int) -> list[bool]:
-    """Return for each of these peers whether it may own parts: those with a record that are reachable, if any.
+    """Return for each of these peers whether it may own parts: those with credit that are reachable, if any.
 
     An owner that has failed before may do better than none; one that cannot be reached will not. ``least``: the owners
-    that a grid needs: if fewer have a record, those without one that have committed most are added."""
+    that a grid needs: if fewer have credit, those without that have committed most are added."""
     able = [peer for peer in peers if members[peer].can_own] or [peer for peer in peers if members[peer].can_be_reached]
-    recorded = [peer for peer in able if members[peer].has_record]
-    if not recorded:
-        recorded = [peer for peer in peers if members[peer].has_record and members[peer].can_be_reached]
-    chosen = set(recorded or able)
+    credited = [peer for peer in able if members[peer].has_credit]
+    if not credited:
+        credited = [peer for peer in peers if members[peer].has_credit and members[peer].can_be_reached]
+    chosen = set(credited or able)
     newcomers = sorted((peer for peer in able if peer not in chosen), key=lambda peer: -members[peer].tokens_committed)
     chosen.update(newcomers[: max(0, least - len(chosen))])
     return [peer in chosen for peer in peers]

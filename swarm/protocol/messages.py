@@ -454,7 +454,7 @@ class CoordinatorToHostInvites(Message):
 
 class MemberAccess(Record):
     """A peer as ``shoal members`` shows it. ``invite``: the id of the one that let it in; ``since_s``: Unix time of its
-    last join, 0 for never; ``rounds``: committed ones with its work, of which enough are a record; ``state``: what it
+    last join, 0 for never; ``rounds``: committed ones with its work, of which enough give credit; ``state``: what it
     does, or why it left; ``allowed``: whether it is on the host's list."""
 
     peer: PeerId
@@ -466,7 +466,7 @@ class MemberAccess(Record):
     invite: InviteId | Literal[""]
     network: Annotated[str, Field(max_length=255)]
     rounds: Count
-    has_record: bool
+    has_credit: bool
     banned: bool
     banned_network: Annotated[str, Field(max_length=255)]
     allowed: bool

@@ -393,7 +393,7 @@ class AccessSection(Record):
     """``[access]``: who may join, and limits on newcomers. A network is an IPv4 /24 or IPv6 /48, like all machines
     behind one router.
 
-    A minute's newcomers may also come all at once. Peers with a record of committed work, and current members, are not
+    A minute's newcomers may also come all at once. Peers with credit, and current members, are not
     counted."""
 
     admission: Annotated[
@@ -415,20 +415,20 @@ class AccessSection(Record):
         int, Field(gt=0, le=10**6, description="newcomers from one network (IPv4 /24, IPv6 /48)")
     ] = 60
     members_per_network: Annotated[
-        int, Field(gt=0, le=4096, description="members without a record of committed work, from one network")
+        int, Field(gt=0, le=4096, description="members without credit, from one network")
     ] = 128
-    members_without_record: Annotated[
+    members_without_credit: Annotated[
         Annotated[int, Field(gt=0, le=4096)] | None,
         Field(
             description=(
-                "members without a record, in total; by default 128, or twice the members with one if that is more"
+                "members without credit, in total; by default 128, or twice the members with credit if that is more"
             )
         ),
     ] = None
 
-    def newcomers(self, with_record: int) -> int:
-        """Most members without a record, given the number of members with one."""
-        return self.members_without_record or max(_FEWEST_NEWCOMERS, 2 * with_record)
+    def newcomers(self, with_credit: int) -> int:
+        """Most members without credit, given the number of members with credit."""
+        return self.members_without_credit or max(_FEWEST_NEWCOMERS, 2 * with_credit)
 
 
 _FEWEST_NEWCOMERS = 128

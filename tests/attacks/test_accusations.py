@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.attacks.trusted import ROUND_S, wait_for_records, wait_for_rounds
+from tests.attacks.trusted import ROUND_S, wait_for_credit, wait_for_rounds
 from tests.integration.harness import Swarm, finish, run_toml
 
 from shoal.swarm.coordinator.events import VerdictGiven
@@ -18,7 +18,7 @@ ROUNDS = 5
 def test_newcomers_cannot_accuse_the_owners_away(swarm: Swarm) -> None:
     host = swarm.host(run_toml(max_s=ROUND_S))
     honest = swarm.members(host.invite, "a", "b")
-    wait_for_records(host, honest)
+    wait_for_credit(host, honest)
     accused = {member.peer for member in honest}
     launcher = (sys.executable, ACCUSING, ",".join(accused))
     liars = swarm.members(host.invite, "x", "y", launcher=launcher)

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.attacks.trusted import ROUND_S, committed_with, wait_for_records
+from tests.attacks.trusted import ROUND_S, committed_with, wait_for_credit
 from tests.integration.harness import ROUNDS_S, Swarm, eventually, finish, run_toml
 
 from shoal.swarm.coordinator.events import VerdictGiven
@@ -19,7 +19,7 @@ AFTER = 4
 def test_no_owner_takes_other_bytes_than_were_committed_to(swarm: Swarm) -> None:
     host = swarm.host(run_toml(max_s=ROUND_S))
     honest = swarm.members(host.invite, "a", "b")
-    wait_for_records(host, honest)
+    wait_for_credit(host, honest)
     liar = swarm.member(host.invite, "liar", EQUIVOCATING)
     peer = liar.peer
 

@@ -19,7 +19,7 @@ ATTACKED = 4
 def attacked(swarm: Swarm, lie: str) -> tuple[list[tuple[RoundPlan, VerdictGiven]], str, list[Member]]:
     """Two honest members, and from their first round on a liar. They go on, and come to the same anchors, whose loss
     falls as without it. Returns the rounds with the liar, its peer, and the honest members."""
-    # Rounds end by tokens: the loss falls as much in each, and nobody has a record soon, however busy the machine is.
+    # Rounds end by tokens: the loss falls as much in each, and nobody has credit soon, however busy the machine is.
     host = swarm.host(run_toml(tokens=12_000, max_s=60))
     fair = swarm.members(host.invite, "a", "b")
     for member in fair:

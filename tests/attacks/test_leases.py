@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.attacks.trusted import ROUND_S, wait_for_records, wait_for_rounds
+from tests.attacks.trusted import ROUND_S, wait_for_credit, wait_for_rounds
 from tests.integration.harness import Swarm, finish, run_toml
 
 from shoal.swarm.coordinator.events import LeaseGranted
@@ -20,7 +20,7 @@ ROUNDS = 4
 def test_who_does_no_work_gets_a_newcomers_share(swarm: Swarm) -> None:
     host = swarm.host(run_toml(max_s=ROUND_S))
     honest = swarm.members(host.invite, "a", "b")
-    wait_for_records(host, honest)
+    wait_for_credit(host, honest)
     idle = swarm.member(host.invite, "idle", IDLE)
     rounds = wait_for_rounds(host, idle, ROUNDS)
     tokens = sum(one.tokens for one in rounds)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.attacks.trusted import ROUND_S, committed_with, wait_for_records
+from tests.attacks.trusted import ROUND_S, committed_with, wait_for_credit
 from tests.integration.harness import ROUNDS_S, Swarm, eventually, finish, run_toml
 
 from shoal.swarm.coordinator.events import VerdictGiven
@@ -22,7 +22,7 @@ AFTER = 6
 def test_nobody_waits_for_it_for_ever(swarm: Swarm) -> None:
     host = swarm.host(run_toml(max_s=ROUND_S, patience_s=PATIENCE_S))
     honest = swarm.members(host.invite, "a", "b")
-    wait_for_records(host, honest)
+    wait_for_credit(host, honest)
     liar = swarm.member(host.invite, "liar", WITHHOLDING)
     peer = liar.peer
 

@@ -1,4 +1,4 @@
-"""Members with a record, for attacks by members without one."""
+"""Members with credit, for attacks by members without one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.integration.harness import ROUNDS_S, Host, Member, eventually
 
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.coordinator.membership import RECORD_ROUNDS
+from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
 from shoal.swarm.protocol.rounds import Verdict
 
 ROUND_S = 1.0
@@ -31,6 +31,6 @@ def wait_for_rounds(host: Host, member: Member, rounds: int) -> list[Verdict]:
     return eventually(f"{member.label} commits {rounds} rounds", look, ROUNDS_S, member.tail)
 
 
-def wait_for_records(host: Host, members: Sequence[Member]) -> None:
+def wait_for_credit(host: Host, members: Sequence[Member]) -> None:
     for member in members:
-        wait_for_rounds(host, member, RECORD_ROUNDS)
+        wait_for_rounds(host, member, CREDIT_ROUNDS)

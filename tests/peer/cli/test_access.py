@@ -75,7 +75,7 @@ def member(**fields: Any) -> MemberAccess:
         "invite": "abcdefgh",
         "network": "203.0.113.0/24",
         "rounds": 12,
-        "has_record": True,
+        "has_credit": True,
         "banned": False,
         "banned_network": "",
         "allowed": False,

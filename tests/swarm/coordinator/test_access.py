@@ -23,7 +23,7 @@ from shoal.swarm.coordinator.access import (
     Buckets,
     choose_evicted,
 )
-from shoal.swarm.coordinator.membership import RECORD_ROUNDS
+from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
 from shoal.swarm.errors import NotAdmitted, RunEnded, Superseded, TryLater
 from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease
 from shoal.swarm.protocol.run_file import AccessSection
@@ -205,7 +205,7 @@ class Admissions:
         return peer
 
     def wins_record(self, peer: str) -> None:
-        self.scope.membership.members[peer].rounds_committed = RECORD_ROUNDS
+        self.scope.membership.members[peer].rounds_committed = CREDIT_ROUNDS
 
     def flood(self, first: int, count: int, network: str = NEAR) -> int:
         """How many of so many strangers got in."""
@@ -273,9 +273,9 @@ def test_processes_that_were_replaced_and_runs_that_are_over_are_said_first() ->
 
 
 def test_places_without_a_record_are_shared_among_networks() -> None:
-    door = Admissions(members_without_record=6)
+    door = Admissions(members_without_credit=6)
     assert door.flood(10, 50) == 6
-    with pytest.raises(TryLater, match="full: it takes no more than 6 members without a record"):
+    with pytest.raises(TryLater, match="full: it takes no more than 6 members without credit"):
         door.come(99)
     assert [door.flood(100 + 10 * number, 9, f"10.1.{number}.0/24") for number in range(3)] == [3, 2, 1]
     alive = [one.network for one in door.machine.scope.membership.members.values() if one.alive]
@@ -285,17 +285,17 @@ def test_places_without_a_record_are_shared_among_networks() -> None:
     assert set(left) == {"made room for another network"}
 
 
-def test_who_has_a_record_takes_no_newcomers_place_and_makes_room_for_two_of_them() -> None:
+def test_who_has_credit_takes_no_newcomers_place_and_makes_room_for_two_of_them() -> None:
     door = Admissions(members_per_network=3)
     peers = [door.come(number) for number in range(1, 4)]
-    with pytest.raises(TryLater, match=r"has 3 members without a record .* from the network 10\.0\.0\.0/24"):
+    with pytest.raises(TryLater, match=r"has 3 members without credit from the network 10\.0\.0\.0/24"):
         door.come(4)
     for peer in peers:
         door.wins_record(peer)
     assert door.flood(4, 10) == 3
     assert limits().newcomers(0) == 128
     assert limits().newcomers(100) == 200
-    assert limits(members_without_record=5).newcomers(100) == 5
+    assert limits(members_without_credit=5).newcomers(100) == 5
 
 
 def test_guests_have_places_of_their_own() -> None:
@@ -370,7 +370,7 @@ def test_neither_records_nor_guests_are_idle() -> None:
     world = World(run_file())
     world.scope.admission.join(entry(0), CPU, world.now_s)
     world.scope.admission.join(entry(1, role="observer"), CPU, world.now_s)
-    world.scope.membership.members[entry(0).peer].rounds_committed = RECORD_ROUNDS
+    world.scope.membership.members[entry(0).peer].rounds_committed = CREDIT_ROUNDS
     for _ in range(int(12 * IDLE_S)):
         for number in (0, 1):
             world.scope.heartbeat(entry(number).peer, heartbeat(anchor_version=None, state_digest=None), world.now_s)

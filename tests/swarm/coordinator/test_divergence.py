@@ -6,7 +6,7 @@ from tests.swarm.coordinator.world import INITIAL, Worker, World, run_file
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.divergence import Setback
-from shoal.swarm.coordinator.membership import RECORD_ROUNDS
+from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
 from shoal.swarm.protocol.types import KeptState
 
 
@@ -103,7 +103,7 @@ def test_a_minority_changes_nothing_and_is_told_that_it_is_at_fault() -> None:
 
 def test_the_word_of_newcomers_counts_nothing_beside_a_record() -> None:
     world = World(run_file(), 1)
-    committed(world, RECORD_ROUNDS, 1)
+    committed(world, CREDIT_ROUNDS, 1)
     for worker in world.workers[1:7]:
         world.join(worker)
         world.sync(worker)
@@ -211,7 +211,7 @@ def test_a_suspect_that_is_forgotten_meanwhile_is_none() -> None:
 @pytest.mark.parametrize("is_all_lost", [False, True])
 def test_what_newcomers_say_to_keep_counts_where_nobody_else_keeps_anything(is_all_lost: bool) -> None:
     world = World(run_file(), 2)
-    committed(world, RECORD_ROUNDS + 1, 2)
+    committed(world, CREDIT_ROUNDS + 1, 2)
     newcomer, at = world.workers[2], world.scope.anchor_version
     world.join(newcomer)
     newcomer.kept = (KeptState(anchor_version=at - 1, digest=world.archive[at - 1]),)

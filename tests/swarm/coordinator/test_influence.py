@@ -18,7 +18,7 @@ from shoal.swarm.coordinator.influence import (
     usual_loss,
     weighted_median,
 )
-from shoal.swarm.coordinator.membership import RECORD_ROUNDS
+from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
 from shoal.swarm.coordinator.rollback import CommittedRound
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
@@ -213,7 +213,7 @@ def test_robust_means_keep_the_bound_and_stand_in_the_plan(robust: str) -> None:
 
 def test_newcomers_set_nothing_where_others_have_a_record() -> None:
     world = playing(run_file(), (1.0, 1.0))
-    plays(world, RECORD_ROUNDS, 2)
+    plays(world, CREDIT_ROUNDS, 2)
     until(world, "training")
     before = world.scope.history.rounds[-1].rho
     for worker in world.workers[2:6]:

@@ -4,7 +4,7 @@ import pytest
 from tests.swarm.coordinator.world import INITIAL, Worker, World, next_state, peer_name, run_file
 
 from shoal.swarm.coordinator import events as ev
-from shoal.swarm.coordinator.membership import RECORD_ROUNDS
+from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.errors import StorageError
 from shoal.swarm.protocol.types import KeptState
@@ -413,7 +413,7 @@ def test_history_undoes_what_came_after() -> None:
 
 def test_one_newcomer_that_says_to_hold_the_newest_does_not_block_the_way_back() -> None:
     world = World(run_file(), 2)
-    play(world, RECORD_ROUNDS + 1, members=2)
+    play(world, CREDIT_ROUNDS + 1, members=2)
     liar = world.workers[2]
     world.join(liar)
     world.sync(liar)
@@ -425,7 +425,7 @@ def test_one_newcomer_that_says_to_hold_the_newest_does_not_block_the_way_back()
     claimed = world.scope.history.rounds[version - 1].digest
     liar.kept = (KeptState(anchor_version=version - 1, digest=claimed),)
     liar.version, liar.digest = version, digest
-    for received in range(3 * round(RETURN_S)):  # who has a record and fetches something is waited for
+    for received in range(3 * round(RETURN_S)):  # who has credit and fetches something is waited for
         for worker in world.workers[:3]:
             world.beat(worker, bytes_received=received)
         world.tick(0.5)

@@ -4,7 +4,7 @@ import pytest
 from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer_name, report
 
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost
-from shoal.swarm.coordinator.membership import RECORD_ROUNDS as R
+from shoal.swarm.coordinator.membership import CREDIT_ROUNDS as R
 from shoal.swarm.coordinator.membership import Member, Membership, weightiest
 from shoal.swarm.coordinator.round_plan import PlanRules, plan_round
 from shoal.swarm.coordinator.round_rules import Goal, Work, closing_moment, judge, weighted_mean

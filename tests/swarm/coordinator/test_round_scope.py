@@ -138,7 +138,7 @@ def test_a_trainers_identity_does_not_observe() -> None:
 
 
 def test_a_full_run() -> None:
-    access = AccessSection(members_per_network=2 * MAX_MEMBERS, members_without_record=MAX_MEMBERS)
+    access = AccessSection(members_per_network=2 * MAX_MEMBERS, members_without_credit=MAX_MEMBERS)
     world = World(run_file().model_copy(update={"access": access}), 1)
     for number in range(MAX_MEMBERS - 1):
         name = (

@@ -1,4 +1,4 @@
-"""What members may do before they have a record and after; simulated runs on a virtual clock, and the rules alone."""
+"""What members may do before they have credit and after; simulated runs on a virtual clock, and the rules alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World,
 
 from shoal.swarm.averaging.chunk_header import holders
 from shoal.swarm.coordinator import events as ev
-from shoal.swarm.coordinator.membership import RECORD_ROUNDS, Member
+from shoal.swarm.coordinator.membership import CREDIT_ROUNDS, Member
 from shoal.swarm.coordinator.round_rules import Judgement, Round, judge, lost_work
 from shoal.swarm.coordinator.trust import (
     DETOUR_ROUNDS,
@@ -29,7 +29,7 @@ from shoal.swarm.sample_ranges import count
 
 TURN_S = 0.25
 ROUND_S = 5.0
-SOON = RECORD_ROUNDS + 2
+SOON = CREDIT_ROUNDS + 2
 
 
 class UnevenWorld(World):
@@ -99,7 +99,7 @@ def test_uneven_members_keep_their_shares(monkeypatch: pytest.MonkeyPatch, speed
         return [one for one in world.go_on(60) if one.round > SOON]
 
     bounded = played()
-    monkeypatch.setattr(Member, "has_record", False)
+    monkeypatch.setattr(Member, "has_credit", False)
     free = played()
     assert all(one.committed for one in bounded)
     assert sum(one.tokens for one in bounded) == pytest.approx(sum(one.tokens for one in free), rel=0.005)
@@ -116,7 +116,7 @@ def test_uneven_members_of_rounds_with_a_goal_are_no_slower(monkeypatch: pytest.
         return ended[-1].ended_s - ended[SOON].ended_s
 
     bounded_s = lasted_s()
-    monkeypatch.setattr(Member, "has_record", False)
+    monkeypatch.setattr(Member, "has_credit", False)
     assert bounded_s <= 1.02 * lasted_s()
 
 
@@ -125,7 +125,7 @@ def test_an_identity_that_does_no_work_gets_a_newcomers_share_and_then_twice_as_
     world.go_on(SOON)
     fresh = world.scope.leases.fresh
     world.come(2, 10**6)
-    new = world.go_on(RECORD_ROUNDS)
+    new = world.go_on(CREDIT_ROUNDS)
     assert share(new, 2) <= 1.1 * NEWCOMERS_SHARE
     assert all(share([one], 2) <= 1.25 * NEWCOMERS_SHARE for one in new)
     used = world.scope.leases.fresh - fresh
@@ -140,7 +140,7 @@ def test_many_identities_share_what_one_would_get() -> None:
     world.go_on(SOON)
     for number in range(2, 8):
         world.come(number, 10**6)
-    new = world.go_on(RECORD_ROUNDS)
+    new = world.go_on(CREDIT_ROUNDS)
     assert share(new, *range(2, 8)) <= 1.1 * NEWCOMERS_SHARE
     assert all(share(new, number) > 0 for number in range(2, 8)), "none takes it all"
 
@@ -151,7 +151,7 @@ def test_a_fast_newcomer_has_its_share_after_a_while() -> None:
     world.come(3, 40)
     shares = [share([one], 3) for one in world.go_on(30)]
     print([f"{one:.0%}" for one in shares])
-    assert max(shares[:RECORD_ROUNDS]) <= 1.25 * NEWCOMERS_SHARE
+    assert max(shares[:CREDIT_ROUNDS]) <= 1.25 * NEWCOMERS_SHARE
     assert all(one == pytest.approx(40 / 46, rel=0.02) for one in shares[20:])
 
 
@@ -168,7 +168,7 @@ def test_a_batch_that_has_to_be_whole_is_filled_when_those_with_a_record_do_noth
     world.go_on(SOON)
     for number in (1, 2):
         world.come(number, 2)
-    assert share(world.go_on(1), 1, 2) < 0.5, "beside one with a record"
+    assert share(world.go_on(1), 1, 2) < 0.5, "beside one with credit"
     world.speeds[0] = 0  # it is there, and holds the state, and asks for nothing
     assert all(one.committed and one.tokens == 400 for one in world.go_on(3))
 
@@ -235,13 +235,13 @@ def test_one_that_keeps_all_that_newcomers_may_hold_keeps_no_others_out() -> Non
     pass_rounds(4)
     assert world.scope.leases.held[hoarder.peer]
     world.come(3, 8)
-    pass_rounds(RECORD_ROUNDS + 4)
-    assert world.scope.membership.members[D].has_record
+    pass_rounds(CREDIT_ROUNDS + 4)
+    assert world.scope.membership.members[D].has_credit
 
 
 # Accusations ------------------------------------------------------------------------------------------------
 
-RECORDED = {A: 100, B: 100}
+CREDITED = {A: 100, B: 100}
 D = peer_name(3)
 
 
@@ -250,9 +250,9 @@ D = peer_name(3)
     [
         ({C, D}, {}, True),
         ({C}, {}, False),
-        ({C, D}, RECORDED, False),
-        ({B}, RECORDED, False),
-        ({B, C}, RECORDED, False),
+        ({C, D}, CREDITED, False),
+        ({B}, CREDITED, False),
+        ({B, C}, CREDITED, False),
         ({B, C}, {A: 1, B: 100, D: 200}, False),
         ({B, C}, {A: 10**6, B: 101, D: 100}, False),
         ({B, C}, {A: 90, B: 5, C: 5}, False),
@@ -267,7 +267,7 @@ def test_accusers_need_most_of_the_recorded_work_and_to_be_two(
 
 
 def test_of_two_members_each_is_the_only_witness() -> None:
-    assert not outvotes({B}, A, [A, B], RECORDED), "one word against the other: they do without each other"
+    assert not outvotes({B}, A, [A, B], CREDITED), "one word against the other: they do without each other"
     assert outvotes({B}, A, [A, B], {A: 100, B: 101})
     assert outvotes({B}, A, [A, B], {})
     assert not outvotes({B}, A, [A, B], {A: 1})
@@ -294,7 +294,7 @@ def test_newcomers_do_not_put_an_owner_out() -> None:
     assert alone.committed
     assert (alone.failed, alone.missing) == ((), ())
     assert alone.accused_by == {B: {A, B}, C: {A, B}}
-    assert A in judged(said(a=says(), b=lies, c=lies), {}).failed, "while nobody has a record, two are enough"
+    assert A in judged(said(a=says(), b=lies, c=lies), {}).failed, "while nobody has credit, two are enough"
     assert A in judged(said(a=says(), b=lies, c=lies), {A: 100, B: 101}).failed
     assert A not in judged(said(a=says(), b=lies, c=lies), {A: 90, B: 5, C: 5}).failed
 
@@ -387,14 +387,14 @@ def test_an_owner_whose_part_nobody_gets_is_put_out() -> None:
 def test_whose_contribution_most_owners_lack_is_missing() -> None:
     got = says(undelivered=(2,))
     assert {one.owner for one in PLAN.parts} == {0, 1, 2}
-    for work in ({}, RECORDED, {A: 3, B: 3, C: 5}):
+    for work in ({}, CREDITED, {A: 3, B: 3, C: 5}):
         assert judged(said(a=got, b=got, c=says()), work).missing == (C,)
         assert judged(said(a=got, b=says(), c=says()), work).missing == (), "one owner alone may lie"
     assert judged(said(a=says(undelivered=(1,)), b=says(), c=says(undelivered=(1,))), {A: 9, B: 9, C: 1}).missing == (
         B,
     )
     assert judged(said(a=got, b=got, c=says()), {A: 5, B: 5, C: 90}).missing == ()
-    only = judge(PLAN, said(a=got, b=got), {A, B}, overdue=True, enough=True, work=RECORDED)
+    only = judge(PLAN, said(a=got, b=got), {A, B}, overdue=True, enough=True, work=CREDITED)
     assert only is not None
     assert only.missing == (), "it is gone"
 
@@ -452,7 +452,7 @@ def known(*rounds: int, barred: tuple[int, ...] = (), reachable: bool = True) ->
     }
 
 
-R = RECORD_ROUNDS
+R = CREDIT_ROUNDS
 
 
 @pytest.mark.parametrize(
@@ -482,8 +482,8 @@ def test_a_few_with_little_work_do_not_decide_on_the_state() -> None:
     world.go_on(SOON)
     for number in (2, 3, 4):
         world.come(number, 2)
-    world.go_on(RECORD_ROUNDS + 3)
-    assert len(world.scope.membership.recorded()) == 5
+    world.go_on(CREDIT_ROUNDS + 3)
+    assert len(world.scope.membership.with_credit()) == 5
     world.until_planned()
     version = world.scope.anchor_version
     while world.scope.anchor_version == version:
@@ -647,6 +647,6 @@ def test_in_what_newcomers_say_to_lack_of_committed_bytes_nobody_is_lost() -> No
     ended = Round(PLAN.round, plan=PLAN, orphans={A})
     right = report(PLAN)
     ended.reports = said(a=right, b=report(PLAN, dropped=(0,)), c=report(PLAN, dropped=(0,)))
-    assert lost_work(ended, right.digests) == (A,), "two say so, and nobody has a record"
+    assert lost_work(ended, right.digests) == (A,), "two say so, and nobody has credit"
     assert lost_work(ended, right.digests, {A: 5}) == ()
     assert lost_work(ended, right.digests, {A: 5, B: 6}) == (A,)

@@ -112,7 +112,7 @@ def test_defaults_of_every_section() -> None:
             "joins_per_minute": 600,
             "joins_per_minute_per_network": 60,
             "members_per_network": 128,
-            "members_without_record": None,
+            "members_without_credit": None,
         },
         "schedule": {"kind": "constant", "warmup_tokens": 0, "final_factor": 0.1},
         "outer": {
@@ -282,7 +282,7 @@ name = "tiny"
         ("access", "joins_per_minute = 5"),
         ("access", 'admission = "open"'),
         ("access", 'admission = "list"'),
-        ("access", "members_without_record = 128"),
+        ("access", "members_without_credit = 128"),
     ],
 )
 def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
