@@ -81,17 +81,28 @@ def holders(plan: RoundPlan, part: Part, me: int) -> list[int]:
     """Return the members to ask for the results of a part, in order: the row reducer, the owner, the stand-ins.
 
     ``me`` among the stand-ins means that this member makes the results itself. If the first of them is among the
-    member's ``detours``, other members that get the results are asked before it."""
-    row_reducers = plan.row_reducers(part)
-    first = row_reducers[plan.members[me].row] if row_reducers else part.owner
-    usual = list(dict.fromkeys([*([first] if first != me else []), part.owner, *part.stand_ins]))
-    avoided = [one for one in usual if one in plan.members[me].detours]
-    if not avoided or usual[0] not in avoided:
+    member's ``detours``, other members that get the results are asked before it; only such that make no detour
+    themselves, as members that ask each other wait for nobody."""
+    usual = _usual_holders(plan, part, me)
+    if not _makes_detour(plan, part, me):
         return usual
-    others = [one for one in usual if one != me and one not in avoided]
-    if not others:
-        others = [one for one in may_hold(plan, part) if one != me and one not in plan.members[me].detours]
-    return list(dict.fromkeys([*others[:_OTHERS_FIRST], *avoided, *usual]))
+    avoided = plan.members[me].detours
+    for nearby in (usual, may_hold(plan, part)):
+        others = [one for one in nearby if one != me and one not in avoided and not _makes_detour(plan, part, one)]
+        if others:
+            return list(dict.fromkeys([*others[:_OTHERS_FIRST], *[one for one in usual if one in avoided], *usual]))
+    return usual
+
+
+def _usual_holders(plan: RoundPlan, part: Part, member: int) -> list[int]:
+    row_reducers = plan.row_reducers(part)
+    first = row_reducers[plan.members[member].row] if row_reducers else part.owner
+    return list(dict.fromkeys([*([first] if first != member else []), part.owner, *part.stand_ins]))
+
+
+def _makes_detour(plan: RoundPlan, part: Part, member: int) -> bool:
+    """Whether a member that gets the part's results avoids the one that it would ask first."""
+    return member != part.owner and _usual_holders(plan, part, member)[0] in plan.members[member].detours
 
 
 def may_hold(plan: RoundPlan, part: Part) -> list[int]:

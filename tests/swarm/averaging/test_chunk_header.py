@@ -49,6 +49,16 @@ def test_the_rows_of_a_grid_come_after_its_members() -> None:
 
 
 PLAN = plan_of([1] * 6, [[0, 2, 4], [1, 3, 5]])
+LONG_PLAN = plan_of([1] * 9, [[0, 2, 4], [1, 3, 5], [6, 7, 8]])
+_FLAT = plan_of([1] * 5, [list(range(5))])
+FLAT = _FLAT.model_copy(
+    update={
+        "parts": tuple(
+            one.model_copy(update={"stand_ins": tuple((one.owner + 1 + step) % 5 for step in range(4))})
+            for one in _FLAT.parts
+        )
+    }
+)
 
 
 @pytest.mark.parametrize("member", range(6))
@@ -62,3 +72,32 @@ def test_results_are_asked_for_where_they_are_likely_to_be(member: int) -> None:
             assert asked[:2] == list(dict.fromkeys([mine, part.owner, other]))[:2]
         assert set(asked) == {mine, other}
         assert set(may_hold(PLAN, part)) == {mine, other, *Group.of(PLAN).rows[part.owner % 2]}
+
+
+@given(st.data())
+def test_detours_lead_to_the_owner(data: st.DataObject) -> None:
+    """Members that ask only each other would wait for results that none of them gets."""
+    plan = data.draw(st.sampled_from([PLAN, LONG_PLAN, FLAT]))
+    avoided = st.sets(st.sampled_from(range(len(plan.members))), max_size=8)
+    members = [one.model_copy(update={"detours": tuple(sorted(data.draw(avoided)))}) for one in plan.members]
+    plan = plan.model_copy(update={"members": tuple(members)})
+    for part in plan.parts:
+        for member in range(len(members)):
+            way = [member]
+            while way[-1] != part.owner:
+                asked = holders(plan, part, way[-1])[0]
+                assert asked not in way, "they ask each other"
+                way.append(asked)
+
+
+def test_a_member_makes_a_detour_around_an_owner_that_did_not_deliver_to_it() -> None:
+    part = FLAT.parts[0]
+    wary = next(one for one in range(len(FLAT.members)) if one not in (part.owner, part.stand_ins[0]))
+    members = list(FLAT.members)
+    members[wary] = members[wary].model_copy(update={"detours": (part.owner,)})
+    plan = FLAT.model_copy(update={"members": tuple(members)})
+    assert holders(plan, part, wary)[0] == part.stand_ins[0]
+    assert part.owner in holders(plan, part, wary)
+    members[part.stand_ins[0]] = members[part.stand_ins[0]].model_copy(update={"detours": (part.owner,)})
+    plan = FLAT.model_copy(update={"members": tuple(members)})
+    assert holders(plan, part, wary)[0] != part.stand_ins[0], "that one does not ask the owner either"
