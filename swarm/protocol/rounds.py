@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from shoal.swarm.protocol.types import (
     MAX_CHUNK_ELEMENTS,
     MAX_DETOURS,
+    MAX_MADE_RANGES,
     MAX_MEMBERS,
     MAX_PARTS,
     MAX_STAND_INS,
@@ -18,6 +19,7 @@ from shoal.swarm.protocol.types import (
     Digest,
     DivergenceWord,
     Index,
+    Key,
     Loss,
     NormClaim,
     PeerId,
@@ -27,6 +29,7 @@ from shoal.swarm.protocol.types import (
     RosterDelta,
     RosterEntry,
     Seconds,
+    Signature,
     Stage,
     Text,
     UnixTime,
@@ -53,6 +56,8 @@ class PlanMember(Record):
     ``weight_tokens``: its weight in the mean. ``row``: 0 in a flat group. ``norms``: claimed norms of its contribution
     (``averaging/norm_claims.py``); chunks above their claim are left out of the mean. ``root``: of the tree over the
     encoded leaves of its contribution (``averaging/merkle.py``); chunks that do not lead to it are left out, too.
+    ``identity_key``: the one that ``peer`` is derived from; ``signature``: by it, of all that the member has said of
+    its contribution (``statements.ContributionStatement``).
     ``factor``: multiplies its contribution, so that it moves the mean no further than the run's bound.
     ``usual_norm``: relative to that of other members, for centered clipping. ``carried_tokens``: weight of its work
     that earlier rounds were planned with but left out, as far as that raises its bound (``coordinator/influence.py``).
@@ -64,6 +69,8 @@ class PlanMember(Record):
     row: Index = 0
     norms: NormClaim = b""
     root: Digest = bytes(32)
+    identity_key: Key = bytes(32)
+    signature: Signature = bytes(64)
     factor: Annotated[float, Field(ge=0, le=1)] = 1.0
     usual_norm: Annotated[float, Field(ge=1e-100, le=1e100)] = 1.0
     carried_tokens: Count = 0
@@ -130,12 +137,23 @@ class RoundPlan(Record):
         return self.columns[part.column] if self.columns else ()
 
 
+class PartMaker(Record):
+    """Signature of the member that has reduced a part, or those chunks of it (``statements.PartStatement``).
+
+    ``member``: an index of the plan; ``chunks``: start and stop of each range."""
+
+    member: Index
+    chunks: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1, max_length=MAX_MADE_RANGES)]
+    signature: Signature
+
+
 class Verdict(Record):
     """The end of a round, signed by the coordinator and journaled before it is announced.
 
     ``chain``: SHA-256 over the previous chain and this verdict's content (``verdict_chain.chain_hash``). ``digests``:
     of the parts' results, in the plan's order; None for a void part, where no mean is applied and contributions are
-    offered again; empty when aborted. ``run_hash``: the run, as a host may have several. ``tokens``: of this round;
+    offered again; empty when aborted. ``makers``: of the parts, in the same order; None where nobody has signed for the
+    committed bytes. ``run_hash``: the run, as a host may have several. ``tokens``: of this round;
     ``tokens_total``: all committed ones up to this round. ``ended_s``: on the coordinator's clock. ``sent_bytes``: as
     members have reported them since the previous verdict. ``anchor_version``: the run's version from now on, one higher
     when committed, the same when aborted, and lower where an aborted round ends with a rollback, which also lowers
@@ -148,6 +166,7 @@ class Verdict(Record):
     anchor_version: Count
     plan: RoundPlan | None
     digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_PARTS)]
+    makers: Annotated[tuple[PartMaker | None, ...], Field(max_length=MAX_PARTS)] = ()
     tokens: Count
     tokens_total: Count
     loss: Loss | None

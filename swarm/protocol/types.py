@@ -23,6 +23,7 @@ MAX_STAGES = 256
 MAX_DIMENSIONS = 16
 MAX_DELIVERIES = 16
 MAX_DETOURS = 64
+MAX_MADE_RANGES = 16
 MAX_VERDICTS = 256
 MAX_KEPT = 16
 MAX_ADDRESSES = 8
@@ -37,6 +38,8 @@ PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Key = Annotated[bytes, Field(min_length=32, max_length=32)]
+Signature = Annotated[bytes, Field(min_length=64, max_length=64)]
+"""An Ed25519 signature."""
 NormClaim = Annotated[bytes, Field(max_length=MAX_CLAIM_BYTES)]
 """Norms of a contribution by range, as ``averaging/norm_claims.py`` packs them; empty for a contribution of zeros."""
 Text = Annotated[str, Field(max_length=2000)]

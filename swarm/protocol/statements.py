@@ -1,0 +1,137 @@
+"""Statements of members and host about a round, in the bytes that they sign.
+
+A contributor signs what it brings, before the round has a plan; the host signs the plan, which has these signatures in
+it; who reduces a part signs its result under that plan. Each statement is rebuilt from the plan or the verdict that its
+signature stands in, so everybody who has one of these can check it, whoever keeps it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgpack
+
+from shoal.swarm.protocol.identity import peer_id, verify_signature
+from shoal.swarm.protocol.rounds import PlanMember, RoundPlan, Verdict
+
+_CONTRIBUTION = b"shoal contribution, version 1\0"
+_PLAN = b"shoal round plan, version 1\0"
+_PART = b"shoal reduced part, version 1\0"
+
+ChunkRanges = tuple[tuple[int, int], ...]
+"""Ranges of chunks, each as start and stop, of the round's chunks by index."""
+
+
+@dataclass(frozen=True)
+class RoundName:
+    """Name of a round among all runs: the run's hash, the stage of a pipeline, None without stages, and the number."""
+
+    run_hash: bytes
+    stage: int | None
+    round: int
+
+    @property
+    def fields(self) -> list[object]:
+        return [self.run_hash, self.stage, self.round]
+
+
+@dataclass(frozen=True)
+class ContributionStatement:
+    """A contributor's statement of what it brings to a round, and from which state.
+
+    ``norms`` and ``root`` as in ``PlanMember``. Signed before the plan is made, so the plan's own decisions, such as
+    factor and row, are not in it."""
+
+    name: RoundName
+    anchor_version: int
+    state_digest: bytes
+    weight_tokens: int
+    norms: bytes
+    root: bytes
+
+    def bytes_to_sign(self) -> bytes:
+        state = [self.anchor_version, self.state_digest]
+        return _packed(_CONTRIBUTION, *self.name.fields, *state, self.weight_tokens, self.norms, self.root)
+
+    @classmethod
+    def of(cls, name: RoundName, plan: RoundPlan, member: PlanMember) -> ContributionStatement:
+        """Return the statement that a member of a plan must have signed."""
+        return cls(name, plan.anchor_version, plan.state_digest, member.weight_tokens, member.norms, member.root)
+
+
+@dataclass(frozen=True)
+class PlanStatement:
+    """The host's statement of a round's plan. ``plan``: its ``plan_digest``."""
+
+    name: RoundName
+    plan: bytes
+
+    def bytes_to_sign(self) -> bytes:
+        return _packed(_PLAN, *self.name.fields, self.plan)
+
+
+@dataclass(frozen=True)
+class PartStatement:
+    """A maker's statement that it has reduced these chunks of a part by this plan.
+
+    ``plan``: the plan's ``plan_digest``, which fixes weights, factors and roots; ``part``: its index there; ``digest``:
+    of the whole result, whose chunks name the members that are in them; ``chunks``: those that the maker has made
+    itself. A stand-in adopts the others from a failed owner, and does not answer for them."""
+
+    name: RoundName
+    plan: bytes
+    part: int
+    digest: bytes
+    chunks: ChunkRanges
+
+    def bytes_to_sign(self) -> bytes:
+        return _packed(_PART, *self.name.fields, self.plan, self.part, self.digest, self.chunks)
+
+    @classmethod
+    def of(cls, verdict: Verdict, part: int) -> PartStatement | None:
+        """Return the statement that the maker of a committed part must have signed; None where nobody has signed."""
+        maker = verdict.makers[part] if part < len(verdict.makers) else None
+        if maker is None or verdict.plan is None or (digest := verdict.digests[part]) is None:
+            return None
+        return cls(name_of(verdict), plan_digest(verdict.plan), part, digest, maker.chunks)
+
+
+def plan_digest(plan: RoundPlan) -> bytes:
+    """Return the SHA-256 of all fields of a plan. For plans of hundreds of members, for a worker thread."""
+    return hashlib.sha256(_packed(_PLAN, plan.model_dump())).digest()
+
+
+def name_of(verdict: Verdict) -> RoundName:
+    """Return the name of a verdict's round."""
+    return RoundName(verdict.run_hash, verdict.stage, verdict.round)
+
+
+def has_signed(identity_key: bytes, peer: str, signature: bytes, data: bytes) -> bool:
+    """Whether the identity with this peer id and key has signed ``data``."""
+    return peer_id(identity_key) == peer and verify_signature(identity_key, signature, data)
+
+
+def unsigned_contributions(name: RoundName, plan: RoundPlan) -> Iterator[int]:
+    """Yield the members of a plan, as indices, whose contribution they have not signed. For a worker thread."""
+    for index, member in enumerate(plan.members):
+        data = ContributionStatement.of(name, plan, member).bytes_to_sign()
+        if not has_signed(member.identity_key, member.peer, member.signature, data):
+            yield index
+
+
+def ranges_of(chunks: Sequence[int]) -> ChunkRanges:
+    """Return ascending indices of chunks as ranges."""
+    ranges: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if ranges and ranges[-1][1] == chunk:
+            ranges[-1] = (ranges[-1][0], chunk + 1)
+        else:
+            ranges.append((chunk, chunk + 1))
+    return tuple(ranges)
+
+
+def _packed(context: bytes, *fields: object) -> bytes:
+    packed: bytes = msgpack.packb(fields)
+    return context + packed

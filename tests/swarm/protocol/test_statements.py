@@ -1,0 +1,92 @@
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from tests.fakes.grids import plan_of
+
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.statements import (
+    ContributionStatement,
+    PartStatement,
+    PlanStatement,
+    RoundName,
+    has_signed,
+    plan_digest,
+    ranges_of,
+    unsigned_contributions,
+)
+
+NAME = RoundName(bytes(range(32)), None, 3)
+STATEMENTS: list[Any] = [
+    ContributionStatement(NAME, 7, b"s" * 32, 640, b"norms", b"r" * 32),
+    PlanStatement(NAME, b"p" * 32),
+    PartStatement(NAME, b"p" * 32, 1, b"d" * 32, ((4, 9),)),
+]
+
+
+def others(one: Any) -> Any:
+    """Yield the statement with another value in each field, one at a time."""
+    for field in fields(one):
+        match getattr(one, field.name):
+            case RoundName() as name:
+                yield from (replace(one, name=other) for other in (replace(name, stage=0), replace(name, round=4)))
+                yield replace(one, name=replace(name, run_hash=bytes(32)))
+            case bytes() as value:
+                yield replace(one, **{field.name: value[:-1] + b"?"})
+            case int() as value:
+                yield replace(one, **{field.name: value + 1})
+            case tuple() as value:
+                yield replace(one, **{field.name: (*value, (11, 12))})
+
+
+@pytest.mark.parametrize("one", STATEMENTS, ids=lambda one: type(one).__name__)
+def test_a_signature_is_for_one_statement_alone(one: Any) -> None:
+    me = Identity.generate()
+    signature = me.sign(one.bytes_to_sign())
+    assert has_signed(me.public_key, me.peer_id, signature, one.bytes_to_sign())
+    changed = list(others(one))
+    assert len(changed) == len(fields(one)) + 2
+    for other in [*changed, *(each for each in STATEMENTS if each is not one)]:
+        assert not has_signed(me.public_key, me.peer_id, signature, other.bytes_to_sign())
+
+
+def test_another_identity_has_not_signed() -> None:
+    me, other, data = Identity.generate(), Identity.generate(), STATEMENTS[0].bytes_to_sign()
+    assert not has_signed(other.public_key, other.peer_id, me.sign(data), data)
+    assert not has_signed(me.public_key, other.peer_id, me.sign(data), data), "a key that is not that peer's"
+
+
+def signed_plan(identities: list[Identity]) -> RoundPlan:
+    plan = plan_of([10, 20, 30], [[0, 1, 2]])
+    members = []
+    for member, one in zip(plan.members, sorted(identities, key=lambda one: one.peer_id), strict=True):
+        named = member.model_copy(update={"peer": one.peer_id, "identity_key": one.public_key, "root": b"r" * 32})
+        data = ContributionStatement.of(NAME, plan, named).bytes_to_sign()
+        members.append(named.model_copy(update={"signature": one.sign(data)}))
+    return plan.model_copy(update={"members": tuple(members)})
+
+
+@pytest.mark.parametrize(
+    "change", [{"root": b"q" * 32}, {"weight_tokens": 11}, {"norms": b"other"}, {"signature": bytes(64)}], ids=str
+)
+def test_what_a_host_says_for_a_member_has_no_signature(change: dict[str, Any]) -> None:
+    plan = signed_plan([Identity.generate() for _ in range(3)])
+    assert list(unsigned_contributions(NAME, plan)) == []
+    assert list(unsigned_contributions(NAME, plan.model_copy(update={"anchor_version": 2}))) == [0, 1, 2]
+    members = list(plan.members)
+    members[1] = members[1].model_copy(update=change)
+    assert list(unsigned_contributions(NAME, plan.model_copy(update={"members": tuple(members)}))) == [1]
+
+
+def test_factor_and_row_are_the_plans_own_decisions() -> None:
+    """They are made after the members have signed."""
+    plan = signed_plan([Identity.generate() for _ in range(3)])
+    decided = plan.model_copy(update={"members": tuple(one.model_copy(update={"factor": 0.5}) for one in plan.members)})
+    assert list(unsigned_contributions(NAME, decided)) == []
+    assert plan_digest(decided) != plan_digest(plan)
+
+
+def test_ranges_of_chunks() -> None:
+    assert ranges_of([]) == ()
+    assert ranges_of([3, 4, 5, 8, 10, 11]) == ((3, 6), (8, 9), (10, 12))
