@@ -246,12 +246,6 @@ class AboveBound(WireError):
     """A received mean is larger than the plan's norm claims and factors allow; it is not applied."""
 
 
-class NoOtherReplica(ShoalError):
-    """A stage's only replica sends activations or gradients far larger than usual; nobody else can compute them."""
-
-    exit_code = 56
-
-
 class HostCrashed(ShoalError):
     """Signals have ended the host's process so often that its supervisor does not restart it."""
 

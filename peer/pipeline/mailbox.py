@@ -73,7 +73,8 @@ class StageShapes:
 class StageMailbox:
     """Handlers of tensor offers and notes from other peers of the pipeline.
 
-    ``on_offer`` and ``on_note`` report checked ones to the engine and execute its effects.
+    ``on_offer`` and ``on_note`` report checked ones to the engine and execute its effects. ``holds``: whether the plan
+    gives a peer a stage; ``is_trusted``: whether this peer takes tensors from another one.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class StageMailbox:
         tensors: TensorStore,
         on_offer: Callable[[TensorOffer], Answer],
         on_note: Callable[[PeerNote], None],
+        holds: Callable[[str, int], bool],
+        is_trusted: Callable[[str], bool],
     ) -> None:
         self._node = node
         self._span = span
@@ -91,6 +94,8 @@ class StageMailbox:
         self._tensors = tensors
         self._report_offer = on_offer
         self._report_note = on_note
+        self._holds = holds
+        self._is_trusted = is_trusted
         self._offers: dict[tuple[str, str, int], PeerToPeerOfferTensor] = {}
         self._is_open = False
 
@@ -117,6 +122,7 @@ class StageMailbox:
         assert isinstance(message, PeerToPeerOfferTensor)
         sender = self._member(channel)
         shape, targets = self._shapes.expected(message, stage)
+        self._check_sender(sender, stage - 1 if message.kind == "activation" else stage + 1)
         self._tensors.check_offer(message, shape, targets)
         key = (message.kind, sender, message.number)
         is_known = key in self._offers  # a further attempt offers the same tensor again
@@ -131,6 +137,15 @@ class StageMailbox:
         if answer == "busy":
             raise Busy("as many micro-batches as may be are in flight here; offer it again later")
         raise StaleWork("this peer does not need the micro-batch, or no longer: offer it no more")
+
+    def _check_sender(self, sender: str, stage: int) -> None:
+        """Refuse tensors that can only come from a stage, unless the sender holds it.
+
+        With ``Busy``, as a sender may know a newer plan, or be trusted again later."""
+        if not self._holds(sender, stage):
+            raise Busy(f"as far as is known here, this peer does not hold stage {stage}")
+        if not self._is_trusted(sender):
+            raise Busy("other replicas have computed other values than this peer: nothing is taken from it for a while")
 
     async def _on_note(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToPeerNote)

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from typing import Literal
 
 from shoal.compression.formats import CodecError
 from shoal.peer.member.memberships import Memberships, scope_of
@@ -23,9 +24,9 @@ from shoal.peer.pipeline.mailbox import StageMailbox, StageShapes
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.tensor_store import TensorStore, offer_of
 from shoal.peer.pipeline.training import BackwardTask, ComputeResult, ForgetTask, ForwardTask, Task
-from shoal.peer.pipeline.view_watch import ViewWatch, holders
+from shoal.peer.pipeline.view_watch import ViewWatch, holders, is_held
 from shoal.swarm.aio import in_thread, task_scope
-from shoal.swarm.errors import Busy, LinkError, NoOtherReplica, ShoalError, StaleWork, WireError
+from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import (
     Answer,
     AskToDrive,
@@ -47,12 +48,15 @@ from shoal.swarm.pipeline.engine.effects import (
 )
 from shoal.swarm.pipeline.engine.engine import StageEngine
 from shoal.swarm.pipeline.engine.norm_bounds import Hop, NormBounds
-from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerNote
+from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorAccuseReplica, PeerToPeerNote
 
 log = logging.getLogger(__name__)
 
 _MOST_REFUSED = 3
-"""Tensors in a row of a stage's only replica that are refused before this peer gives up."""
+"""Tensors in a row of one replica that are refused for their size before this peer does without it."""
+
+_WITHOUT_ROUNDS = 16
+"""Rounds for which this peer does without a replica that sent it wrong values, or until its process is another one."""
 
 Execute = Callable[[Iterable[Effect | ComputeResult]], None]
 
@@ -137,7 +141,9 @@ class StageRunner:
         self._drives = DriveRequests(members.run.client)
         self._watch = ViewWatch(members, engine.span)
         on_offer, on_note = self._shared.answer_offer, partial(self._shared.report, engine.noted)
-        self._mailbox = StageMailbox(self._node, engine.span, shapes, self._tensors, on_offer, on_note)
+        self._mailbox = StageMailbox(
+            self._node, engine.span, shapes, self._tensors, on_offer, on_note, self._holds, self._is_trusted
+        )
         on_claim = partial(self._shared.report, engine.claim_answered)
         self._claims = {
             stage: ClaimQueue(members.stages[stage].client, on_claim)
@@ -145,7 +151,9 @@ class StageRunner:
         }
         self._norms = NormBounds()
         self._refused: Counter[tuple[Hop, str]] = Counter()
-        """By lone sender, its tensors in a row that were refused for their size."""
+        """By sender, its tensors in a row that were refused for their size."""
+        self._distrusted: dict[str, int] = {}
+        """Replicas that sent wrong values, each with the first round in which this peer uses it again."""
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._jobs: set[int] = set()
         """Jobs that are computed or fetched and were not dropped."""
@@ -370,11 +378,9 @@ class StageRunner:
             self._shared.report(self._engine.tensor_arrived, fetch)
 
     def _check_norm(self, fetch: Fetch, size: float) -> None:
-        """Check the root mean square of a fetched tensor.
+        """Check the root mean square of a fetched tensor. Raises ``WireError`` if it is far above the usual.
 
-        Raises ``WireError`` if it is far above the usual, and ``NoOtherReplica`` if that happened several times in a
-        row with the only peer that can send it.
-        """
+        After several in a row this peer does without the sender."""
         is_gradient = fetch.kind == "gradient"
         if is_gradient:
             size *= fetch.micro_batch.samples  # losses are means over the samples
@@ -388,14 +394,38 @@ class StageRunner:
         what = f"the {fetch.kind} of {fetch.micro_batch} from stage {stage}, peer {fetch.peer}"
         reason = f"{what}, has the size {size:.3g}; at most {self._norms.bound(hop):.3g} is accepted"
         log.warning("%s: it is refused", reason)
-        if replicas == {fetch.peer}:
-            self._refused[hop, fetch.peer] += 1
-            if self._refused[hop, fetch.peer] >= _MOST_REFUSED:
-                raise NoOtherReplica(
-                    f"{reason}, and stage {stage} has no other replica that could compute it: this peer stops rather "
-                    "than train on it; join again once the stage has a second replica"
-                )
+        self._refused[hop, fetch.peer] += 1
+        if self._refused[hop, fetch.peer] >= _MOST_REFUSED:
+            del self._refused[hop, fetch.peer]
+            self._distrust(fetch.peer, stage, "size")
         raise WireError(reason)
+
+    # Trust ----------------------------------------------------------------------------------------------------
+
+    def _holds(self, peer: str, stage: int) -> bool:
+        return is_held(self._members.run.client.view, peer, stage)
+
+    def _is_trusted(self, peer: str) -> bool:
+        return self._distrusted.get(peer, self._round) <= self._round
+
+    def _distrust(self, peer: str, stage: int, reason: Literal["size", "values"]) -> None:
+        """Do without a replica for some rounds and accuse it: others decide for themselves whether they believe it."""
+        self._distrusted[peer] = self._round + _WITHOUT_ROUNDS
+        log.warning(
+            "peer %s sends wrong values from stage %d: this peer does without it for %d rounds%s",
+            peer,
+            stage,
+            _WITHOUT_ROUNDS,
+            "" if len(holders(self._members.run.client.view, stage)) > 1 else ", and waits for another replica",
+        )
+        self._tasks.create_task(self._accuse(PeerToCoordinatorAccuseReplica(accused=peer, stage=stage, reason=reason)))
+        self._report_view_changes()
+
+    async def _accuse(self, accusation: PeerToCoordinatorAccuseReplica) -> None:
+        try:
+            await self._members.run.client.ask(accusation, Acknowledged)
+        except LinkError as error:
+            log.info("peer %s could not be accused: %s", accusation.accused, error)
 
     async def _drive(self, ask: AskToDrive) -> None:
         ranges = await self._drives.request_samples(ask)
@@ -408,8 +438,10 @@ class StageRunner:
         engine = self._engine
         for peer in self._watch.take_gone():
             self._norms.forget(peer)
+            self._distrusted.pop(peer, None)
             self._shared.report(engine.replica_gone, peer)
-        if (replicas := self._watch.take_replicas()) is not None and not engine.is_last:
+        distrusted = [peer for peer in self._distrusted if not self._is_trusted(peer)]
+        if (replicas := self._watch.take_replicas(distrusted)) is not None and not engine.is_last:
             self._shared.report(engine.replicas_changed, engine.span.last + 1, replicas)
         is_closing = self._watch.is_closing(self._round)
         if is_closing and not self._is_closing:

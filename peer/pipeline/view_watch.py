@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from shoal.peer.member.member import LocalMember
@@ -70,14 +70,14 @@ class ViewWatch:
             self._replicas = None  # a restarted peer is a new replica
         return gone
 
-    def take_replicas(self) -> dict[str, float | None] | None:
+    def take_replicas(self, besides: Collection[str] = ()) -> dict[str, float | None] | None:
         """Return the replicas of the next stage with their planned rates in micro-batches a second (None: unknown).
 
-        Returns None if the replicas are those of the last call.
+        Returns None if the replicas are those of the last call. ``besides``: peers that this one does without.
         """
         view, me = self._members.run.client.view, self._members.run.client.peer
         rates = holders(view, self._span.last + 1)
-        found = {peer: rate for peer, rate in rates.items() if peer in self._known and peer != me}
+        found = {peer: rate for peer, rate in rates.items() if peer in self._known and peer not in (me, *besides)}
         if found.keys() == self._replicas:
             return None
         self._replicas = frozenset(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,12 +17,14 @@ from shoal.swarm.coordinator.placement import PipelineViews, PlacementRequest, b
 from shoal.swarm.coordinator.round_scope import RoundScope, Sign
 from shoal.swarm.coordinator.stage import Stage
 from shoal.swarm.coordinator.stall_detector import StallDetector
+from shoal.swarm.coordinator.trust import ACCUSED_AT_ONCE, DETOUR_ROUNDS, credit_of, outvotes
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
 from shoal.swarm.pipeline.planner.model import Infeasible, PeerCapability, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
+    PeerToCoordinatorAccuseReplica,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorDrive,
     PeerToCoordinatorHeartbeat,
@@ -86,6 +88,8 @@ class PipelineRun:
         self._stall_detector = StallDetector(self.deadlines, 1 + run.outer.slots)
         self._resting: set[str] = set()
         self._next_stall_check_s = now_s
+        self._accusers: dict[str, dict[str, int]] = {}
+        """By accused replica, its accusers, each with the round. Not journaled: after a restart they accuse again."""
         self._drove_s: dict[str, float] = {}
         """Moment at which each driver last got or finished a micro-batch."""
 
@@ -541,6 +545,39 @@ class PipelineRun:
         self.record(ev.SpanTaken(peer=peer, at_s=self.log.unix_s, reason=reason, until_s=until_s))
         self._leave_stages(peer, reason)
         self._is_plan_due = True
+
+    def accuse(self, peer: str, accusation: PeerToCoordinatorAccuseReplica, now_s: float) -> None:
+        """Take a member's word that a replica's work is wrong. It loses its stages for a while once two or more of its
+        neighbours say so that have more than half of the credit of all of them and the accused."""
+        self.log.now_s = now_s
+        self.membership.members[peer].heard_s = now_s
+        accused = accusation.accused
+        if peer == accused or not self.holds(accused, accusation.stage) or peer not in self.spans:
+            return
+        since = self.round_number - DETOUR_ROUNDS
+        self._accusers = {
+            one: {peer: made for peer, made in by.items() if made > since and peer in self.spans}
+            for one, by in self._accusers.items()
+            if one in self.spans
+        }
+        if sum(peer in by for one, by in self._accusers.items() if one != accused) >= ACCUSED_AT_ONCE:
+            return
+        by = self._accusers.setdefault(accused, {})
+        by[peer] = self.round_number
+        first, last = self.spans[accused]
+        present = {*self.holders(first - 1), *self.holders(last + 1)} - {accused}
+        accusers = present & by.keys()
+        if len(accusers) > 1 and outvotes(accusers, accused, [*present], self._credit({*present, accused})):
+            del self._accusers[accused]
+            self.take_span(accused, "sent wrong values, as its neighbours say")
+
+    def _credit(self, peers: Iterable[str]) -> dict[str, int]:
+        """Return the committed tokens, of all stages, of those that have credit in one."""
+        work: dict[str, int] = {}
+        for scope in self.scopes:
+            for peer, tokens in credit_of(scope.membership.members, peers).items():
+                work[peer] = work.get(peer, 0) + tokens
+        return work
 
     def _leave_stages(self, peer: str, reason: str) -> None:
         """Those that are not its own any more."""

@@ -35,6 +35,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerView,
     HostToCoordinatorCommand,
     ListRecords,
+    PeerToCoordinatorAccuseReplica,
     PeerToCoordinatorClaim,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorDrive,
@@ -105,7 +106,11 @@ class ScopeHandlers:
         if not self.scope.number:
             answers[HostToCoordinatorCommand] = self._host_command
         if self.rounds is None:
-            return answers | {PeerToCoordinatorShowCapability: self._capability, PeerToCoordinatorDrive: self._drive}
+            return answers | {
+                PeerToCoordinatorShowCapability: self._capability,
+                PeerToCoordinatorDrive: self._drive,
+                PeerToCoordinatorAccuseReplica: self._accuse,
+            }
         answers |= {
             PeerToCoordinatorDescribeModel: self._describe,
             PeerToCoordinatorRoundReady: self._ready,
@@ -373,6 +378,14 @@ class ScopeHandlers:
         assert self.pipeline is not None
         async with self._request(channel) as peer:
             self.pipeline.show_capability(peer, message, time.monotonic())
+        return Acknowledged()
+
+    async def _accuse(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorAccuseReplica)
+        assert self.pipeline is not None
+        async with self._request(channel) as peer:
+            log.info("%s says that %s sends wrong values from stage %d", peer, message.accused, message.stage)
+            self.pipeline.accuse(peer, message, time.monotonic())
         return Acknowledged()
 
     async def _drive(self, channel: Channel, message: Message) -> Message:

@@ -28,7 +28,7 @@ _PACE_KEPT = 0.8
 DETOUR_ROUNDS = 16
 """Rounds for which an accuser does without the member that it accuses; then their link is tried again."""
 
-_ACCUSED_AT_ONCE = 16
+ACCUSED_AT_ONCE = 16
 """Most accusations by one member in one round: a member that gets nothing from more has another trouble."""
 
 _IN_VAIN = 2
@@ -136,7 +136,7 @@ def accusations_of(round_number: int, said: Mapping[str, Collection[str]]) -> tu
     return tuple(
         Accusation(by=by, of=accused, round=round_number)
         for by in sorted(said)
-        for accused in sorted(said[by])[:_ACCUSED_AT_ONCE]
+        for accused in sorted(said[by])[:ACCUSED_AT_ONCE]
         if accused != by
     )
 

@@ -233,6 +233,15 @@ class PeerToCoordinatorRelease(Message):
     ranges: Annotated[tuple[SampleRange, ...], Field(min_length=1, max_length=MAX_RANGES)]
 
 
+class PeerToCoordinatorAccuseReplica(Message):
+    """Accuse a replica of a stage of wrong work: tensors far larger than usual, or other values than other replicas
+    compute. The coordinator acts only when the accused's neighbours agree (``PipelineRun.accuse``)."""
+
+    accused: PeerId
+    stage: Stage
+    reason: Literal["size", "values"]
+
+
 class PeerToCoordinatorLeave(Message):
     """Leave the run; unfinished leases are free again at once. ``trouble``: the error that made the peer leave."""
 

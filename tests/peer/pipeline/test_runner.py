@@ -33,7 +33,7 @@ from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import NoOtherReplica, Unreachable, WireError
+from shoal.swarm.errors import Busy, Unreachable, WireError
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward
 from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
 from shoal.swarm.pipeline.engine.routing import Router
@@ -41,13 +41,16 @@ from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerLease,
+    PeerToCoordinatorAccuseReplica,
     PeerToCoordinatorClaim,
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
+    PeerToPeerOfferTensor,
 )
-from shoal.swarm.protocol.types import Message
+from shoal.swarm.protocol.types import Message, TensorForm
 from shoal.swarm.sample_ranges import Ranges, from_wire, merge, overlap, subtract, to_wire
 
+A, B, C, D, E = (letter * 16 for letter in "abcde")
 BOUNDARIES = (0, 2, 4, 6)
 STAGES = 3
 MICRO_BATCH = 2
@@ -70,6 +73,7 @@ class Coordinator:
         self.dead: set[str] = set()
         self.held: list[dict[str, Ranges]] = [{} for _ in range(STAGES)]
         self.driven: dict[str, Ranges] = {}
+        self.accusations: list[tuple[str, PeerToCoordinatorAccuseReplica]] = []
         self.watchers: list[asyncio.Event] = []
 
     def view(self) -> Any:
@@ -139,6 +143,8 @@ class Client:
                 return CoordinatorToPeerClaimed(ranges=to_wire(granted))
             case PeerToCoordinatorDrive():
                 return CoordinatorToPeerLease(ranges=to_wire(self._coordinator.drive(self.peer, message)))
+            case PeerToCoordinatorAccuseReplica():
+                self._coordinator.accusations.append((self.peer, message))
             case PeerToCoordinatorRelease():
                 held = self._coordinator.held[self._scope - 1]
                 held[self.peer] = subtract(held.get(self.peer, []), merge(from_wire(message.ranges)))
@@ -217,7 +223,8 @@ class Peer:
         self.progress: Progress = members[0].progress
         everybody: Any = SimpleNamespace(run=members[0], stages=stages)
         samples = TrainingSamples(RECIPE, DATA, ORDER)
-        shapes = StageShapes.of(RECIPE, LAYERED, BOUNDARIES, DATA.batch([0]), MICRO_BATCH)
+        shapes = self.shapes = StageShapes.of(RECIPE, LAYERED, BOUNDARIES, DATA.batch([0]), MICRO_BATCH)
+        self.node = node
         self.replicas: dict[int, Any] = {}
         held = []
         for stage in stages:
@@ -320,10 +327,10 @@ def check_gradient(peers: dict[str, Peer], coordinator: Coordinator, device: tor
 
 
 SPANS = {
-    "a chain": {"a": (0, 0), "b": (1, 1), "c": (2, 2)},
-    "replicas everywhere": {"a": (0, 0), "b": (1, 1), "c": (2, 2), "d": (0, 0), "e": (1, 1)},
-    "spans of several stages": {"a": (0, 1), "b": (2, 2), "c": (0, 2), "d": (1, 2)},
-    "one peer": {"a": (0, 2)},
+    "a chain": {A: (0, 0), B: (1, 1), C: (2, 2)},
+    "replicas everywhere": {A: (0, 0), B: (1, 1), C: (2, 2), D: (0, 0), E: (1, 1)},
+    "spans of several stages": {A: (0, 1), B: (2, 2), C: (0, 2), D: (1, 2)},
+    "one peer": {A: (0, 2)},
 }
 
 
@@ -345,7 +352,7 @@ def test_the_gradient_is_that_of_the_whole_model(kind: str, device: torch.device
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("kind", "culprit"), [("activation", "a"), ("gradient", "c")])
+@pytest.mark.parametrize(("kind", "culprit"), [("activation", A), ("gradient", C)])
 def test_what_is_not_finite_is_said_and_offered_to_nobody(kind: str, culprit: str) -> None:
     """It would be the same each time that it is tried."""
 
@@ -380,7 +387,7 @@ def scaled(kind: type[Any]) -> Callable[[ComputeResult], ComputeResult]:
 def test_what_a_replica_sends_too_large_is_computed_by_another_one(kind: type[Any]) -> None:
     async def main() -> None:
         async with pipeline(SPANS["replicas everywhere"]) as (coordinator, _, peers):
-            peers["e"].lie = scaled(kind)
+            peers[E].lie = scaled(kind)
             await whole_batch(peers, coordinator)
             check_gradient(peers, coordinator)
 
@@ -388,18 +395,53 @@ def test_what_a_replica_sends_too_large_is_computed_by_another_one(kind: type[An
 
 
 @pytest.mark.parametrize("kind", [ComputeForward, ComputeBackward])
-def test_who_gets_it_from_the_only_replica_stops_and_says_why(kind: type[Any]) -> None:
+def test_who_gets_it_from_the_only_replica_does_without_it_and_accuses_it(kind: type[Any]) -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["a chain"]) as (coordinator, _, peers):
+            peers[B].lie = scaled(kind)
+            await asyncio.sleep(60.0)
+            accuser = C if kind is ComputeForward else A
+            assert [(by, one.accused, one.stage) for by, one in coordinator.accusations] == [(accuser, B, 1)]
+            assert counted(peers, coordinator, 2 if accuser == C else 0) == [], "and nobody ends"
+
+    run_virtual(main())
+
+
+def offer_to(peer: Peer, stage: int, number: int = 7) -> PeerToPeerOfferTensor:
+    """An activation's offer as the stage before makes it."""
+    targets = peer.shapes.targets
+    shape = (MICRO_BATCH, *peer.shapes.inputs[stage])
+    return PeerToPeerOfferTensor(
+        kind="activation",
+        round=ROUND,
+        start=0,
+        stop=MICRO_BATCH,
+        attempt=1,
+        shape=shape,
+        dtype="float32",
+        size_bytes=4 * math.prod(shape),
+        number=number,
+        targets=TensorForm(shape=(MICRO_BATCH, *targets.shape), dtype=targets.dtype),
+    )
+
+
+@pytest.mark.parametrize(("sender", "is_taken"), [(A, True), (C, False)])
+def test_an_activation_comes_only_from_who_holds_the_stage_before(sender: str, is_taken: bool) -> None:
     async def main() -> None:
         async with pipeline(SPANS["a chain"]) as (_, _, peers):
-            peers["b"].lie = scaled(kind)
-            await asyncio.sleep(600.0)
+            peers[A].hangs = True  # it drives nothing itself
+            await asyncio.sleep(1.0)
+            asked = peers[sender].node.ask(B, offer_to(peers[B], 1), Acknowledged, 1.0, 2)
+            if is_taken:
+                await asked
+            else:
+                with pytest.raises(Busy, match="does not hold stage 0"):
+                    await asked
 
-    with pytest.raises(ExceptionGroup) as found:
-        run_virtual(main())
-    assert found.group_contains(NoOtherReplica, match="stage 1 has no other replica")
+    run_virtual(main())
 
 
-@pytest.mark.parametrize("victim", ["a", "b", "e"])
+@pytest.mark.parametrize("victim", [A, B, E])
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 def test_a_replica_dies_and_every_sample_counts_once(victim: str, nth: int) -> None:
     spans = SPANS["replicas everywhere"]
@@ -426,18 +468,18 @@ def test_a_replica_dies_and_every_sample_counts_once(victim: str, nth: int) -> N
 def test_who_hangs_says_that_it_has_work_and_those_who_wait_for_it_do_not() -> None:
     async def main() -> None:
         async with pipeline(SPANS["a chain"]) as (_, _, peers):
-            while not peers["c"].progress.has_work:  # noqa: ASYNC110
+            while not peers[C].progress.has_work:  # noqa: ASYNC110
                 await asyncio.sleep(STEP_S / 4)
-            peers["b"].hangs = True
+            peers[B].hangs = True
             await asyncio.sleep(10 * PATIENCE_S)
-            assert {name: peer.progress.has_work for name, peer in peers.items()} == {"a": False, "b": True, "c": False}
+            assert {name: peer.progress.has_work for name, peer in peers.items()} == {A: False, B: True, C: False}
 
     run_virtual(main())
 
 
 def test_whoever_is_told_that_there_is_no_room_does_not_wait_for_an_answer() -> None:
     async def main() -> None:
-        spans = {"a": (0, 0), "d": (0, 0), "b": (1, 1), "c": (2, 2)}
+        spans = {A: (0, 0), D: (0, 0), B: (1, 1), C: (2, 2)}
         async with pipeline(spans) as (coordinator, _, peers):
             await whole_batch(peers, coordinator)
             check_gradient(peers, coordinator)

@@ -184,6 +184,7 @@ NOT_FROM_EVENTS = {
     "barrier",
     "scopes",
     "stages",
+    "_accusers",
     "_drove_s",
     "_is_plan_due",
     "_may_rebalance",

@@ -26,7 +26,11 @@ from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger
 from shoal.swarm.coordinator.placement import planner_of
 from shoal.swarm.errors import ModelMismatch
-from shoal.swarm.protocol.messages import PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.messages import (
+    PeerToCoordinatorAccuseReplica,
+    PeerToCoordinatorDrive,
+    PeerToCoordinatorShowCapability,
+)
 from shoal.swarm.protocol.types import Capability, LayerSize
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, tied_together
 from shoal.swarm.sample_ranges import Ranges, to_wire
@@ -603,3 +607,67 @@ def test_on_disk_with_compaction_every_scope_has_its_verdicts(tmp_path: Path) ->
     assert again.verdicts(1, 2) == [given[1] for given in world.verdicts[1:3]]
     assert again.verdicts(scope=STAGES + 1) == []
     again.close()
+
+
+# Accusations ------------------------------------------------------------------------------------------------
+
+
+def accuse(world: PipelineWorld, by: int, of: int, stage: int) -> None:
+    accusation = PeerToCoordinatorAccuseReplica(accused=world.peers[of].name, stage=stage, reason="values")
+    world.machine.accuse(world.peers[by].name, accusation, world.now_s)
+    world.settle()
+
+
+def stage_of(world: PipelineWorld, peer: int) -> int:
+    return world.machine.spans[world.peers[peer].name][0]
+
+
+def accused_and_neighbours() -> tuple[PipelineWorld, int, list[int], list[int]]:
+    """Nine peers in three stages; one of the middle, its six neighbours, and the other two of its stage."""
+    world = training(9)
+    accused, *others = [one for one in range(9) if stage_of(world, one) == 1]
+    return world, accused, [one for one in range(9) if stage_of(world, one) != 1], others
+
+
+def test_one_member_alone_takes_no_stage_from_another() -> None:
+    world, accused, neighbours, _ = accused_and_neighbours()
+    for _ in range(5):
+        accuse(world, neighbours[0], accused, 1)
+    assert world.peers[accused].name in world.machine.spans
+
+
+def test_two_neighbours_take_a_stage_while_nobody_has_credit() -> None:
+    world, accused, neighbours, _ = accused_and_neighbours()
+    for by in neighbours[:2]:
+        accuse(world, by, accused, 1)
+    assert world.peers[accused].name not in world.machine.spans
+    assert world.machine.rests[world.peers[accused].name].reason == "sent wrong values, as its neighbours say"
+
+
+def test_who_gets_nothing_from_the_accused_has_no_say() -> None:
+    world, accused, _, others = accused_and_neighbours()
+    for by in others:
+        accuse(world, by, accused, 1)
+    accuse(world, accused, accused, 1)
+    accuse(world, others[0], accused, 2)  # a stage that it does not hold
+    assert world.peers[accused].name in world.machine.spans
+
+
+@pytest.mark.parametrize(("accusers", "is_believed"), [(3, False), (4, True)])
+def test_neighbours_with_most_of_the_credit_are_believed(accusers: int, is_believed: bool) -> None:
+    world, accused, neighbours, _ = accused_and_neighbours()
+    for scope in world.machine.scopes:
+        for member in scope.membership.members.values():
+            member.rounds_committed, member.tokens_committed = 8, 100
+    for by in neighbours[:accusers]:
+        accuse(world, by, accused, 1)
+    assert (world.peers[accused].name not in world.machine.spans) == is_believed
+
+
+def test_newcomers_take_no_stage_from_who_has_credit() -> None:
+    world, accused, neighbours, _ = accused_and_neighbours()
+    member = world.machine.scopes[1].membership.members[world.peers[accused].name]
+    member.rounds_committed, member.tokens_committed = 8, 100
+    for by in neighbours:
+        accuse(world, by, accused, 1)
+    assert world.peers[accused].name in world.machine.spans
