@@ -39,6 +39,7 @@ from shoal.swarm.protocol.messages import (
     PeerToPeerPong,
     RequestFailed,
 )
+from shoal.swarm.protocol.statements import ContributionStatement, RoundName
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, SampleRange, TensorSpec
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
 from shoal.swarm.transport.sockets import bind, tune
@@ -77,6 +78,7 @@ class LightPeer:
         self._habits = habits
         self._claim = pack([1.0] * len(ranges(habits.elements)))
         self._keys = CurveKeys.fresh()
+        self._identity = Identity.generate()
         self._socket = self._open(zmq.DEALER)
         self._view = Glance()
         self._changed = asyncio.Event()
@@ -111,10 +113,9 @@ class LightPeer:
         port = bind(listening, "127.0.0.1", 0)
         self._socket.curve_serverkey = z85.encode(self._invite.key)
         self._socket.connect(f"tcp://{self._invite.addresses[0]}")
-        identity = Identity.generate()
         ask = PeerToCoordinatorJoinRun(
             run=self._invite.run,
-            certificate=identity.certify(self._keys),
+            certificate=self._identity.certify(self._keys),
             name="light",
             role="trainer",
             device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
@@ -184,7 +185,7 @@ class LightPeer:
 
     def _ready(self, number: int) -> PeerToCoordinatorRoundReady:
         assert self._anchor_version is not None
-        return PeerToCoordinatorRoundReady(
+        ready = PeerToCoordinatorRoundReady(
             round=number,
             anchor_version=self._anchor_version,
             state_digest=state_digest(self._anchor_version),
@@ -193,6 +194,8 @@ class LightPeer:
             loss=1.0,
             norms=self._claim,
         )
+        statement = ContributionStatement.of_ready(RoundName(self._invite.run_hash, None, number), ready)
+        return ready.model_copy(update={"signature": self._identity.sign(statement.bytes_to_sign())})
 
     async def _beat(self) -> None:
         while True:

@@ -27,6 +27,7 @@ from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
+from shoal.swarm.protocol.statements import ContributionStatement, unsigned_contributions
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,8 @@ class Averager:
             norms=self._claim,
             root=self._root,
         )
+        statement = ContributionStatement.of_ready(client.round_name(number), ready)
+        ready = ready.model_copy(update={"signature": client.sign(statement)})
         report: PeerToCoordinatorRoundReport | None = None
         reported: tuple[int, int] | None = None
         while (view := client.view).round <= number:
@@ -153,6 +156,17 @@ class Averager:
         ours = (offer.weight_tokens, self._claim, self._root)
         return planned.get(self._client.peer) == ours and _same_state(plan, offer)
 
+    def _made_up(self, plan: RoundPlan) -> str:
+        """Return what is wrong with the members' signatures in a plan; such a plan is not taken part in.
+
+        The coordinator has signed the plan, and checked the signatures before: it has made the contribution up."""
+        unsigned = list(unsigned_contributions(self._client.round_name(plan.round), plan))
+        if not unsigned:
+            return ""
+        trouble = f"the plan names a contribution of {plan.members[unsigned[0]].peer} that it has not signed"
+        log.error("round %d: %s: the coordinator has made it up", plan.round, trouble)
+        return trouble
+
     @property
     def _root(self) -> bytes:
         return bytes(32) if self._contribution is None else self._contribution.root
@@ -171,9 +185,11 @@ class Averager:
         is_planned = self._is_planned(plan, offer)
         if self._prefetch is not None and not (is_planned and self._prefetch.has_chunks_of(plan)):
             await self._drop_prefetch()
-        if not is_planned:
+        trouble = await in_thread(self._made_up, plan) if is_planned else ""
+        if trouble or not is_planned:
+            await self._drop_prefetch()
             nothing = (None,) * len(plan.parts)
-            return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble="")
+            return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble=trouble)
         self.activity = "averaging"
         client, self._is_offered = self._client, True
         if self._prefetch is not None and not (view.as_expected and self._prefetch.fits(plan)):

@@ -34,6 +34,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.statements import ContributionStatement, PartStatement, RoundName, check_plan
 from shoal.swarm.protocol.types import (
     MAX_TROUBLE,
     Address,
@@ -390,6 +391,14 @@ class CoordinatorClient:
         """The identity key whose signature verdicts carry."""
         return self.coordinator.identity_key
 
+    def round_name(self, number: int) -> RoundName:
+        """Name of a round of this scope in what is signed about it."""
+        return RoundName(self.invite.run_hash, self.scope - 1 if self.scope else None, number)
+
+    def sign(self, statement: ContributionStatement | PartStatement) -> bytes:
+        """Sign a statement with this member's identity key."""
+        return self._identity.sign(statement.bytes_to_sign())
+
     # The view ---------------------------------------------------------------------------------------------
 
     @property
@@ -433,6 +442,9 @@ class CoordinatorClient:
         if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
             check_verdict(verdict, self.coordinator_key)
         self._check_agreement(view, old)
+        known = (old.plan, old.plan_signature) if old is not None else None
+        if view.plan is not None and (view.plan, view.plan_signature) != known:
+            check_plan(self.round_name(view.round), view.plan, view.plan_signature, self.coordinator_key)
         if (
             view.pipeline is None and old is not None and old.pipeline is not None
         ):  # left out, as the heartbeat has named its version

@@ -86,7 +86,12 @@ def plan_round(
         state_digest=digest,
         chunk_elements=layout.chunk_elements,
         members=tuple(
-            PlanMember(peer=peer, row=row, **_offered(ready[peer]))
+            PlanMember(
+                peer=peer,
+                row=row,
+                identity_key=members[peer].entry.certificate.identity_key,
+                **_offered(ready[peer]),
+            )
             for peer, row in zip(peers, layout.row_of, strict=True)
         ),
         parts=layout.parts,
@@ -107,7 +112,8 @@ def as_expected(expected: RoundPlan | None, ready: Mapping[str, PeerToCoordinato
 
 def _offered(ready: PeerToCoordinatorRoundReady) -> dict[str, Any]:
     """Return what a plan says of a member's contribution."""
-    return {"weight_tokens": ready.weight_tokens, "norms": ready.norms, "root": ready.root}
+    said = {"weight_tokens": ready.weight_tokens, "norms": ready.norms, "root": ready.root}
+    return said | {"signature": ready.signature}
 
 
 def lay_out(

@@ -81,6 +81,7 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK, PinnedLayer
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, StateAgreement, Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.statements import PlanStatement, RoundName, plan_digest
 from shoal.swarm.protocol.types import DivergenceWord, TensorSpec
 from shoal.swarm.protocol.verdict_chain import agreement_bytes, chain_hash, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract, to_wire
@@ -156,6 +157,7 @@ class RoundScope:
         self.elapsed_before_s = 0.0
         self._tokens_in_round = CachedSum()
         self._sign = sign
+        self._signed_plan: tuple[RoundPlan | None, bytes] = (None, b"")
         self._ready_delays = Delays(self.deadlines.ready_s)
         self._report_delays = Delays(self.deadlines.ready_s)
         self._bandwidths = Bandwidths()
@@ -167,6 +169,11 @@ class RoundScope:
     def number(self) -> int:
         """Number of the scope in messages and in the journal: 0 for a run, s + 1 for stage s."""
         return 0 if self.stage is None else self.stage.number + 1
+
+    @property
+    def name_of_round(self) -> RoundName:
+        """Name of the open round in what is signed about it."""
+        return RoundName(self.run.hash, None if self.stage is None else self.stage.number, self.round.number)
 
     @property
     def label(self) -> str:
@@ -457,6 +464,7 @@ class RoundScope:
             phase=self.round.phase,
             closes_in_s=max(0.0, self.round.closes_s - now_s) if closing else None,
             plan=self.round.plan,
+            plan_signature=self._plan_signature(),
             expected=self.round.expected if closing else None,
             as_expected=self.round.plan is not None and self.round.expected is not None,
             divergence=self.word_on_divergence(peer) if member is not None and member.diverged else "",
@@ -473,6 +481,17 @@ class RoundScope:
             roster=roster,
             roster_delta=delta,
         )
+
+    def _plan_signature(self) -> bytes:
+        """Return the host's signature of the plan, made once; empty without a plan."""
+        plan = self.round.plan
+        if plan is None:
+            return b""
+        signed, signature = self._signed_plan
+        if signed is not plan:
+            signature = self._sign(PlanStatement(self.name_of_round, plan_digest(plan)).bytes_to_sign())
+            self._signed_plan = plan, signature
+        return signature
 
     def trusted_members(self) -> dict[str, Member]:
         """Return the live trainers whose claims that the run has diverged count."""

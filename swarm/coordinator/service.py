@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.aio import in_thread, task_scope
@@ -56,6 +57,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.statements import check_ready
 from shoal.swarm.protocol.types import Address, Message, RosterEntry
 from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.transport.channel import Channel
@@ -324,6 +326,8 @@ class ScopeHandlers:
         assert isinstance(message, PeerToCoordinatorRoundReady)
         assert self.rounds is not None
         async with self._request(channel) as peer:
+            certificate = self.rounds.membership.members[peer].entry.certificate
+            check_ready(replace(self.rounds.name_of_round, round=message.round), message, certificate)
             self.rounds.ready(peer, message, time.monotonic())
             self._tick_if(self.rounds.is_complete())
         return self.view(peer)

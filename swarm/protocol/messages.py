@@ -60,6 +60,7 @@ from shoal.swarm.protocol.types import (
     SampleRange,
     Seconds,
     Shape,
+    Signature,
     Stage,
     StageStatus,
     TensorForm,
@@ -71,8 +72,6 @@ from shoal.swarm.protocol.types import (
 
 Token = Annotated[bytes, Field(max_length=MAX_TOKEN_BYTES, repr=False)]
 """The secret of an invite, ``invite_token.py``."""
-
-Signature = Annotated[bytes, Field(min_length=64, max_length=64)]
 
 MAX_PAGE = 256
 """Most entries of an answer to the host; the rest is asked for with another command."""
@@ -165,7 +164,8 @@ class PeerToCoordinatorRoundReady(Message):
     """Report that local work has stopped and a contribution over these sample ranges is ready to be averaged.
 
     ``norms``: claimed norms of the contribution, sent before any of it (``averaging/norm_claims.py``). ``root``: of the
-    tree over its encoded leaves (``averaging/merkle.py``), zeros where there is none."""
+    tree over its encoded leaves (``averaging/merkle.py``), zeros where there is none. ``signature``: of all that, by
+    the peer's identity key (``statements.ContributionStatement``); it is needed where there is any weight."""
 
     round: Count
     anchor_version: Count
@@ -175,6 +175,7 @@ class PeerToCoordinatorRoundReady(Message):
     loss: Loss | None
     norms: NormClaim = b""
     root: Digest = bytes(32)
+    signature: Signature = bytes(64)
 
 
 class PeerToCoordinatorRoundReport(Message):

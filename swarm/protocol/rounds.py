@@ -199,7 +199,8 @@ class RunView(Record):
     ``verdict_chain`` is None before the first verdict. ``roster``: left out if the heartbeat has named this
     ``roster_version``, or if ``roster_delta`` leads to it from the version that the heartbeat has named. ``expected``:
     while the round closes, the plan that results if all working members become ready, except for the weights; work that
-    does not depend on those may begin. ``as_expected``: ``plan`` is the expected one, and none of its members has left
+    does not depend on those may begin. ``plan_signature``: the host's, of ``plan`` (``statements.PlanStatement``);
+    empty without one. ``as_expected``: ``plan`` is the expected one, and none of its members has left
     since. ``state_digest``: of this version, once it is agreed; ``agreement``: the same with the host's signature, None
     for a beginning that the run file determines; ``is_disputed``: the state is disputed, so everybody replays it.
     ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``pipeline``: in the
@@ -212,6 +213,7 @@ class RunView(Record):
     phase: Phase
     closes_in_s: Seconds | None
     plan: RoundPlan | None
+    plan_signature: Annotated[bytes, Field(max_length=64)] = b""
     verdict: Verdict | None
     verdict_chain: Digest | None
     state_digest: Digest | None

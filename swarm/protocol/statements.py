@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 import msgpack
 
+from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import peer_id, verify_signature
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan, Verdict
+from shoal.swarm.protocol.types import Certificate
 
 _CONTRIBUTION = b"shoal contribution, version 1\0"
 _PLAN = b"shoal round plan, version 1\0"
@@ -54,6 +57,11 @@ class ContributionStatement:
     def bytes_to_sign(self) -> bytes:
         state = [self.anchor_version, self.state_digest]
         return _packed(_CONTRIBUTION, *self.name.fields, *state, self.weight_tokens, self.norms, self.root)
+
+    @classmethod
+    def of_ready(cls, name: RoundName, ready: PeerToCoordinatorRoundReady) -> ContributionStatement:
+        """Return the statement that goes with ``ready``."""
+        return cls(name, ready.anchor_version, ready.state_digest, ready.weight_tokens, ready.norms, ready.root)
 
     @classmethod
     def of(cls, name: RoundName, plan: RoundPlan, member: PlanMember) -> ContributionStatement:
@@ -111,6 +119,20 @@ def name_of(verdict: Verdict) -> RoundName:
 def has_signed(identity_key: bytes, peer: str, signature: bytes, data: bytes) -> bool:
     """Whether the identity with this peer id and key has signed ``data``."""
     return peer_id(identity_key) == peer and verify_signature(identity_key, signature, data)
+
+
+def check_ready(name: RoundName, ready: PeerToCoordinatorRoundReady, certificate: Certificate) -> None:
+    """Check that a member has signed what it brings, if that is anything. Raises ``WireError``."""
+    data = ContributionStatement.of_ready(name, ready).bytes_to_sign()
+    if ready.weight_tokens and not verify_signature(certificate.identity_key, ready.signature, data):
+        raise WireError("a contribution must be signed by its member's identity")
+
+
+def check_plan(name: RoundName, plan: RoundPlan, signature: bytes, coordinator_key: bytes) -> None:
+    """Check that the coordinator has signed a plan. Raises ``WireError`` if it has not."""
+    statement = PlanStatement(name, plan_digest(plan))
+    if not verify_signature(coordinator_key, signature, statement.bytes_to_sign()):
+        raise WireError(f"the plan of round {plan.round} is not signed by the coordinator")
 
 
 def unsigned_contributions(name: RoundName, plan: RoundPlan) -> Iterator[int]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -36,6 +37,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowVerdict,
 )
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.statements import check_ready
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, RosterEntry
 from shoal.swarm.sample_ranges import to_wire
 
@@ -163,6 +165,8 @@ class MemoryCoordinator:
             case PeerToCoordinatorHeartbeat():
                 machine.scope.heartbeat(peer, message, now)
             case PeerToCoordinatorRoundReady():
+                entry = machine.scope.membership.members[peer].entry
+                check_ready(replace(machine.scope.name_of_round, round=message.round), message, entry.certificate)
                 machine.scope.ready(peer, message, now)
                 machine.tick(now)
             case PeerToCoordinatorRoundReport():

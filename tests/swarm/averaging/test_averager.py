@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.fakes.claims import honest
 from tests.fakes.means import MEAN_ATOL, weighted
-from tests.fakes.memory_network import MemoryNetwork, at, changed, stalled
+from tests.fakes.memory_network import MemoryNetwork, Step, at, changed, stalled
 from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
@@ -20,11 +20,13 @@ from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Aborted, Committed, Resync
 from shoal.swarm.coordinator.events import WentBack
 from shoal.swarm.coordinator.round_rules import Judgement
+from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
 )
+from shoal.swarm.protocol.statements import ContributionStatement, check_plan
 from shoal.swarm.protocol.verdict_chain import check_verdict
 from shoal.swarm.sample_ranges import count
 
@@ -342,6 +344,58 @@ def test_what_was_late_is_dropped_with_its_samples() -> None:
     run_virtual(main())
 
 
+def test_nobody_takes_part_in_a_plan_with_a_contribution_that_its_member_has_not_signed() -> None:
+    """The host could give a friend all the weight, or another contribution than the one that it brought."""
+
+    async def main() -> None:
+        async with swarm(3, run_toml(30), ELEMENTS) as run:
+            scope: Any = run.coordinator.machine.scope
+            real = scope.proposal
+
+            def proposal() -> Any:
+                honest = real()
+                first, *others = honest.plan.members
+                members = (first.model_copy(update={"weight_tokens": 1000}), *others)
+                return honest.model_copy(update={"plan": honest.plan.model_copy(update={"members": members})})
+
+            scope.proposal = proposal
+            outcomes = await together(*play_all(run, 0))
+            assert all(isinstance(one, Aborted) for one in outcomes)
+            assert all("has not signed" in one.reason for one in outcomes if isinstance(one, Aborted))
+            assert not [step for step in run.network.log if step.blob.kind == "contribution"]
+            scope.proposal = real
+            outcomes = await together(*play_all(run, 0))
+            assert all(isinstance(one, Committed) and one.included for one in outcomes)
+
+    run_virtual(main())
+
+
+def test_a_plan_that_the_coordinator_has_not_signed_is_not_acted_on() -> None:
+    async def main() -> None:
+        async with swarm(2, run_toml(20), ELEMENTS) as run:
+            client, tried = run[0].client, []
+
+            async def fault(step: Step, payload: bytes) -> bytes:
+                view = client.view
+                assert view.plan is not None
+                check_plan(client.round_name(0), view.plan, view.plan_signature, client.coordinator_key)
+                forged = view.plan.model_copy(update={"rho": 1e9})
+                for plan, signature in ((forged, view.plan_signature), (view.plan, bytes(64)), (view.plan, b"")):
+                    update = {"sequence": view.sequence + 1, "plan": plan, "plan_signature": signature}
+                    with pytest.raises(WireError, match="not signed by the coordinator"):
+                        client._apply_view(view.model_copy(update=update))
+                assert client.view is view
+                tried.append(step)
+                return payload
+
+            run.network.faults.append(fault)
+            outcomes = await together(*play_all(run, 0))
+            assert tried
+            assert all(isinstance(one, Committed) for one in outcomes)
+
+    run_virtual(main())
+
+
 def test_a_planned_member_that_missed_the_exchange_keeps_it_for_the_next() -> None:
     """Its samples count as trained on, so the work must not be lost: it is in the residual."""
 
@@ -367,7 +421,8 @@ def test_a_planned_member_that_missed_the_exchange_keeps_it_for_the_next() -> No
                     norms=honest(contribution(2)),
                     root=encoded.root,
                 )
-                await absent.client.ask_view(ready)
+                statement = ContributionStatement.of_ready(absent.client.round_name(offer.round), ready)
+                await absent.client.ask_view(ready.model_copy(update={"signature": absent.client.sign(statement)}))
                 await absent.client.wait_for(lambda view: view.round > 0)
                 return await absent.average(contribution(2))
 

@@ -43,6 +43,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.statements import ContributionStatement, RoundName
 from shoal.swarm.protocol.types import Address, Capability, LayerSize, Message, SampleRange
 from shoal.swarm.protocol.verdict_chain import chain_hash, check_verdict, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire
@@ -192,7 +193,9 @@ async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
                 ranges=lease.ranges,
                 loss=None,
             )
-            view = (await peer.ask(ready, CoordinatorToPeerView, scope)).view
+            statement = ContributionStatement.of_ready(RoundName(file.hash, scope - 1, 0), ready)
+            signed = ready.model_copy(update={"signature": member.identity.sign(statement.bytes_to_sign())})
+            view = (await peer.ask(signed, CoordinatorToPeerView, scope)).view
         assert view.phase == "averaging", "planned with the last one that was ready"
         plans = [(await peer.beat(scope)).plan for scope in (1, 2)]
         for scope, plan in enumerate(plans, 1):

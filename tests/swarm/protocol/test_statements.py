@@ -4,13 +4,16 @@ from typing import Any
 import pytest
 from tests.fakes.grids import plan_of
 
-from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.errors import WireError
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
 from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.statements import (
     ContributionStatement,
     PartStatement,
     PlanStatement,
     RoundName,
+    check_ready,
     has_signed,
     plan_digest,
     ranges_of,
@@ -77,6 +80,22 @@ def test_what_a_host_says_for_a_member_has_no_signature(change: dict[str, Any]) 
     members = list(plan.members)
     members[1] = members[1].model_copy(update=change)
     assert list(unsigned_contributions(NAME, plan.model_copy(update={"members": tuple(members)}))) == [1]
+
+
+def test_a_contribution_is_signed_unless_it_has_no_weight() -> None:
+    me = Identity.generate()
+    certificate = me.certify(CurveKeys.fresh())
+    ready = PeerToCoordinatorRoundReady(
+        round=3, anchor_version=7, state_digest=b"s" * 32, weight_tokens=640, ranges=(), loss=None, root=b"r" * 32
+    )
+    signed = ready.model_copy(
+        update={"signature": me.sign(ContributionStatement.of_ready(NAME, ready).bytes_to_sign())}
+    )
+    check_ready(NAME, signed, certificate)
+    check_ready(NAME, ready.model_copy(update={"weight_tokens": 0}), certificate)
+    for other in (ready, signed.model_copy(update={"root": b"q" * 32}), signed.model_copy(update={"weight_tokens": 1})):
+        with pytest.raises(WireError, match="signed"):
+            check_ready(NAME, other, certificate)
 
 
 def test_factor_and_row_are_the_plans_own_decisions() -> None:
