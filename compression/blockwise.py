@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.compression.codec import (
@@ -30,7 +29,7 @@ from shoal.compression.codec import (
 from shoal.compression.formats import BlockFormat, CodecError
 from shoal.compression.scratch import scratch
 
-_Arrays: TypeAlias = tuple[NDArray[np.float32], NDArray[np.uint8]]
+_How: TypeAlias = tuple[int, int, int, int]
 _ABSOLUTE = 0x7FFFFFFF
 _LARGEST_FINITE_BITS = 0x7F7FFFFF
 _SMALLEST_NORMAL_BITS = 0x00800000
@@ -63,6 +62,8 @@ class Blockwise(Codec):
         offset 4 * blocks   int8: n x int8, the codes -127 .. 127
                             int4: ceil(n / 2) x uint8, two codes + 8 each (1 .. 15), the even position's in the
                             low four bits; after an odd last one the high bits are 8
+
+    Each leaf (``BlockFormat.leaf``) is packed so by itself.
     """
 
     kernels = "blockwise"
@@ -96,8 +97,8 @@ class Blockwise(Codec):
         packed = self._room(values)
         kernels = self.compiled(values.device)
         if kernels is None:
-            self._encode_tiles(values, *self._split(packed, values.numel()))
-        elif kernels.encode(values.numpy(), *self._arrays(packed, values.numel()), *self._how()) >= 0:
+            self._encode_leaves(values, packed)
+        elif not kernels.encode(values.numpy(), packed.numpy(), self._how(values.numel())):
             raise not_finite_error(values)
         return packed
 
@@ -112,17 +113,23 @@ class Blockwise(Codec):
         if kernels is not None:
             arrays = values.numpy(), residual.numpy()
             # What is overwritten is to be as before when a sum anywhere is not finite.
-            is_bad = left is residual and kernels.first_bad_sum(*arrays, self.block) >= 0
-            room = self._arrays(packed, values.numel())
-            if is_bad or kernels.encode_residual(*arrays, left.numpy(), *room, *self._how()) >= 0:
+            is_bad = left is residual and not kernels.are_sums_finite(*arrays)
+            how = self._how(values.numel())
+            if is_bad or not kernels.encode_residual(*arrays, left.numpy(), packed.numpy(), how):
                 raise not_finite_error(values + residual)
             return packed
         corrected = torch.add(values, residual, out=scratch("corrected", values.numel(), values.device))
-        self._encode_tiles(corrected, *self._split(packed, values.numel()))
+        self._encode_leaves(corrected, packed)
         torch.sub(corrected, self.decode(packed, values.numel(), left), out=left)
         return packed
 
-    def _encode_tiles(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
+    def _encode_leaves(self, values: Tensor, packed: Tensor) -> None:
+        for span, scales, codes in self._leaves(packed, values.numel()):
+            if not self._encode_tiles(values[span], scales, codes):
+                raise not_finite_error(values)
+
+    def _encode_tiles(self, values: Tensor, scales: Tensor, codes: Tensor) -> bool:
+        """Encode a leaf; False when a value is not finite."""
         for start, stop, rows in self._tiles(values):
             first = start // self.block
             row_scales = scales[first : first + len(rows)].unsqueeze(1)
@@ -130,7 +137,7 @@ class Blockwise(Codec):
             largest = absmax.view(torch.int32).bitwise_and_(_ABSOLUTE)
             low, high = (int(one) for one in torch.aminmax(largest))
             if high > _LARGEST_FINITE_BITS:
-                raise not_finite_error(values)
+                return False
             # Divided by a tensor: CUDA multiplies by the inverse of a plain number, which rounds twice.
             codes_a_scale = torch.full_like(absmax, self._largest)
             torch.div(absmax, codes_a_scale, out=row_scales)
@@ -146,6 +153,7 @@ class Blockwise(Codec):
                 scaled += _dither(largest, self.seed, first, rows.shape[1])
                 scaled.clamp_(-self._largest, self._largest)
             self._write_codes(scaled.round_().view(-1), self._codes(codes, start, stop))
+        return True
 
     def _write_codes(self, rounded: Tensor, codes: Tensor) -> None:
         if self.bits == 8:
@@ -165,14 +173,15 @@ class Blockwise(Codec):
         values = checked_out(out, n, tensor.device)
         kernels = self.compiled(values.device)
         if kernels is not None:
-            kernels.decode(*self._checked_arrays(tensor, n, kernels), values.numpy(), self.block, self.bits)
+            self._check(tensor, n, kernels)
+            kernels.decode(tensor.numpy(), values.numpy(), self._how(n))
             return out
-        scales, codes = self._split(tensor, n)
-        self._check_scales(scales, codes)
-        for start, stop, rows in self._tiles(values):
-            self._read_codes(self._codes(codes, start, stop), rows.view(-1))
-            first = start // self.block
-            rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
+        for span, scales, codes in self._leaves(tensor, n):
+            self._check_scales(scales, codes)
+            for start, stop, rows in self._tiles(values[span]):
+                self._read_codes(self._codes(codes, start, stop), rows.view(-1))
+                first = start // self.block
+                rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
         return out
 
     def decode_all(self, packed: Sequence[Packed], outs: Sequence[Tensor]) -> list[int]:
@@ -187,7 +196,7 @@ class Blockwise(Codec):
         sources = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
         rooms = np.array([checked_out(out, out.numel(), _CPU).data_ptr() for out in outs], np.int64)
         sizes, is_left = np.array([out.numel() for out in outs], np.int64), np.zeros(len(outs), np.bool_)
-        kernels.decode_all(sources, rooms, sizes, is_left, self._safe_bits, self.block, self.bits)
+        kernels.decode_all(sources, rooms, sizes, is_left, self._safe_bits, self._how(int(sizes.max())))
         return [int(index) for index in is_left.nonzero()[0]]
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
@@ -197,29 +206,34 @@ class Blockwise(Codec):
         total = checked_out(total, n, tensor.device)
         kernels = self.compiled(total.device)
         if kernels is not None:
-            arrays = self._checked_arrays(tensor, n, kernels)
-            kernels.accumulate(*arrays, total.numpy(), weight, self.block, self.bits)
+            self._check(tensor, n, kernels)
+            kernels.accumulate(tensor.numpy(), total.numpy(), weight, self._how(n))
             return
-        scales, codes = self._split(tensor, n)
-        self._check_scales(scales, codes)
-        for start, stop, rows in self._tiles(total):
-            tile = scratch("decoded", stop - start, total.device)
-            self._read_codes(self._codes(codes, start, stop), tile)
-            first = start // self.block
-            tile.view_as(rows).mul_(scales[first : first + len(rows)].unsqueeze(1)).mul_(weight)
-            rows.add_(tile.view_as(rows))
+        self._check(tensor, n)
+        for span, scales, codes in self._leaves(tensor, n):
+            for start, stop, rows in self._tiles(total[span]):
+                tile = scratch("decoded", stop - start, total.device)
+                self._read_codes(self._codes(codes, start, stop), tile)
+                first = start // self.block
+                tile.view_as(rows).mul_(scales[first : first + len(rows)].unsqueeze(1)).mul_(weight)
+                rows.add_(tile.view_as(rows))
 
     def squared_norm(self, packed: Packed, n: int) -> float:
         """See ``Codec.squared_norm``. By kernels the codes' squares are summed exactly, as they are packed."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
         kernels = self.compiled(tensor.device)
         if kernels is not None:
-            return float(kernels.squared_norm(*self._arrays(tensor, n), n, self.block, self.bits))
-        (scales, codes), total = self._split(tensor, n), 0.0
+            return float(kernels.squared_norm(tensor.numpy(), n, self._how(n)))
+        return sum(
+            self._squared_norm(scales, codes, span.stop - span.start) for span, scales, codes in self._leaves(tensor, n)
+        )
+
+    def _squared_norm(self, scales: Tensor, codes: Tensor, n: int) -> float:
+        total = 0.0
         for start in range(0, n, step := self.block * max(1, _TILE // self.block)):
             stop, first = min(start + step, n), start // self.block
             blocks = self.format.blocks(stop - start)
-            rows = scratch("decoded", blocks * self.block, tensor.device).zero_()
+            rows = scratch("decoded", blocks * self.block, codes.device).zero_()
             self._read_codes(self._codes(codes, start, stop), rows[: stop - start])
             squares = rows.view(blocks, self.block).square_().sum(1, dtype=torch.float64)
             total += float(torch.dot(squares, scales[first : first + blocks].double().square_()))
@@ -227,16 +241,12 @@ class Blockwise(Codec):
 
     def decodes_like(self, other: Blockwise) -> bool:
         """Whether the same bytes decode to the same values."""
-        return (self.bits, self.block) == (other.bits, other.block)
+        return (self.bits, self.block, self.format.leaf) == (other.bits, other.block, other.format.leaf)
 
     def checked(self, packed: Packed, n: int) -> Tensor:
         """See ``Codec.checked``. Only the scales are read, unless they are unusual."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
-        kernels = self.compiled(tensor.device)
-        if kernels is None:
-            self._check_scales(*self._split(tensor, n))
-        else:
-            self._checked_arrays(tensor, n, kernels)
+        self._check(tensor, n, self.compiled(tensor.device))
         return tensor
 
     def encode_mean(self, summands: Sequence[Summand], divisor: float, left: Tensor, packed: Tensor) -> float | None:
@@ -252,10 +262,11 @@ class Blockwise(Codec):
         left, packed = checked_out(left, left.numel(), left.device), self._room(left, packed)
         addresses = np.array([one.packed.data_ptr() for one in summands], np.int64)
         weights = np.array([one.weight for one in summands], np.float32)
-        scales, codes = self._arrays(packed, left.numel())
-        if kernels.encode_mean(addresses, weights, divisor, left.numpy(), scales, codes, self._how()) >= 0:
+        how = self._how(left.numel())
+        largest = kernels.encode_mean(addresses, weights, divisor, left.numpy(), packed.numpy(), how)
+        if largest < 0:
             raise CodecError("the mean holds NaN or infinity")
-        return float(max(scales.max(initial=0.0), self._smallest))
+        return float(max(largest, self._smallest))
 
     def _read_codes(self, codes: Tensor, values: Tensor) -> None:
         if self.bits == 8:
@@ -265,12 +276,11 @@ class Blockwise(Codec):
         values[1::2].copy_(codes[: values.numel() // 2].bitwise_right_shift(4))
         values.sub_(8.0)
 
-    def _checked_arrays(self, packed: Tensor, n: int, kernels: ModuleType) -> _Arrays:
-        """Return ``_arrays`` with scales checked; ``_check_scales`` costs as much as decoding and is seldom needed."""
-        arrays = self._arrays(packed, n)
-        if not kernels.are_plain(arrays[0], self._safe_bits):
-            self._check_scales(*self._split(packed, n))
-        return arrays
+    def _check(self, packed: Tensor, n: int, kernels: ModuleType | None = None) -> None:
+        """Check all scales; ``_check_scales`` costs as much as decoding and is seldom needed with kernels."""
+        if kernels is None or not kernels.are_plain(packed.numpy(), n, self._safe_bits, self._how(n)):
+            for _, scales, codes in self._leaves(packed, n):
+                self._check_scales(scales, codes)
 
     def _check_scales(self, scales: Tensor, codes: Tensor) -> None:
         """Raise CodecError unless each scale is 0 or normal and positive, and no value decodes to infinity.
@@ -297,26 +307,23 @@ class Blockwise(Codec):
 
     # Shapes -------------------------------------------------------------------------------------------------
 
-    def _how(self) -> tuple[int, int, int]:
-        """Block, bits and seed (-1 for none), the form in which kernels take them."""
-        return self.block, self.bits, -1 if self.seed is None else self.seed
+    def _how(self, n: int) -> _How:
+        """Leaf, block, bits and seed (-1 for none), the form in which kernels take them for up to ``n`` values."""
+        return max(1, min(self.format.leaf, n)), self.block, self.bits, -1 if self.seed is None else self.seed
 
     def _room(self, values: Tensor, packed: Tensor | None = None) -> Tensor:
         return packed_buffer(self.packed_bytes(values.numel()), values.device, packed)
 
     def _codes(self, codes: Tensor, start: int, stop: int) -> Tensor:
-        """The codes of values [start, stop)."""
+        """The codes of values [start, stop) of a leaf."""
         return codes[self.format.code_bytes(start) : self.format.code_bytes(stop)]
 
-    def _split(self, packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Views of ``packed``: the scales ``(blocks,) float32`` and the codes ``(code bytes,) uint8``."""
-        scales_bytes = self.format.scale_bytes(n)
-        return packed[:scales_bytes].view(torch.float32), packed[scales_bytes:]
-
-    def _arrays(self, packed: Tensor, n: int) -> _Arrays:
-        """The same views as NumPy arrays, for kernels: making them takes a fifth of the time."""
-        raw, scales_bytes = packed.numpy(), self.format.scale_bytes(n)
-        return raw[:scales_bytes].view(np.float32), raw[scales_bytes:]
+    def _leaves(self, packed: Tensor, n: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield each leaf's range of values, its scales ``(blocks,) float32`` and its codes ``(code bytes,) uint8``,
+        views of ``packed``."""
+        for span, room in self.format.leaves(n):
+            codes = room.start + self.format.scale_bytes(span.stop - span.start)
+            yield span, packed[room.start : codes].view(torch.float32), packed[codes : room.stop]
 
     def _tile_values(self, values: Tensor) -> int:
         whole = self.block * max(1, _TILE // self.block) if values.device.type == "cpu" else values.numel()

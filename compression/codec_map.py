@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -28,12 +29,16 @@ from shoal.compression.formats import (
 )
 from shoal.compression.registry import codec_of
 
+_KEPT_CODECS = 1024
+
 
 class CodecMap:
     """The codecs of ``(n,) float32`` by range of values, given by a map of formats."""
 
     def __init__(self, formats: FormatMap) -> None:
         self.formats = formats
+        # Each chunk's codec is asked for in every step of a round.
+        self._made = lru_cache(_KEPT_CODECS)(self._make)
 
     def by_leaf(self, leaf: int) -> CodecMap:
         """See ``FormatMap.by_leaf``."""
@@ -46,11 +51,15 @@ class CodecMap:
 
     def contribution(self, start: int, stop: int) -> Codec:
         """The codec of a member's values [start, stop) on their way to the owner."""
-        return _codec(self.formats.contribution(start, stop))
+        return self._made(start, stop, None)
 
     def result(self, start: int, stop: int, members: int) -> Codec:
         """The codec of the mean of up to ``members`` contributions in [start, stop)."""
-        return _codec(self.formats.result(start, stop, members))
+        return self._made(start, stop, members)
+
+    def _make(self, start: int, stop: int, members: int | None) -> Codec:
+        formats = self.formats
+        return _codec(formats.contribution(start, stop) if members is None else formats.result(start, stop, members))
 
 
 def _codec(form: CodecFormat) -> Codec:
@@ -60,6 +69,14 @@ def _codec(form: CodecFormat) -> Codec:
     return codec_of(form)
 
 
+class Span(NamedTuple):
+    """Range of values that one codec packs into one range of bytes."""
+
+    values: slice
+    packed: slice
+    codec: Codec
+
+
 class Segmented(Codec):
     """Several codecs, one after another, as one: for a range of values that more than one tensor has a part in."""
 
@@ -67,18 +84,23 @@ class Segmented(Codec):
 
     def __init__(self, form: SegmentedFormat) -> None:
         super().__init__(form)
-        self._segments = [(n, _codec(one)) for n, one in form.segments]
+        self.spans: list[Span] = []
+        at = byte = 0
+        for n, one in form.segments:
+            size = one.packed_bytes(n)
+            self.spans.append(Span(slice(at, at + n), slice(byte, byte + size), _codec(one)))
+            at, byte = at + n, byte + size
 
     @property
     def growth(self) -> float:
         """See ``Codec.growth``: the largest of the segments'."""
-        return max(codec.growth for _, codec in self._segments)
+        return max(codec.growth for _, _, codec in self.spans)
 
     def encode(self, values: Tensor) -> Tensor:
         """See ``Codec.encode``."""
         values = checked_values(values)
         packed = torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-        for span, room, codec in self.spans():
+        for span, room, codec in self.spans:
             try:
                 packed[room] = codec.encode(values[span])
             except CodecError as error:
@@ -89,44 +111,44 @@ class Segmented(Codec):
         """See ``Codec.decode``."""
         packed = packed_tensor(packed, self.packed_bytes(n))
         out = torch.empty(n, device=packed.device) if out is None else checked_out(out, n, packed.device)
-        for span, room, codec in self.spans():
+        for span, room, codec in self.spans:
             codec.decode(packed[room], span.stop - span.start, out[span])
         return out
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
         """See ``Codec.accumulate``."""
         packed = self.checked(packed, total.numel())  # of all segments, before the first is added
-        for span, room, codec in self.spans():
+        for span, room, codec in self.spans:
             codec.accumulate(packed[room], total[span], weight)
 
     def checked(self, packed: Packed, n: int) -> Tensor:
         """See ``Codec.checked``."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
-        for span, room, codec in self.spans():
+        for span, room, codec in self.spans:
             codec.checked(tensor[room], span.stop - span.start)
         return tensor
 
     def squared_norm(self, packed: Packed, n: int) -> float:
         """See ``Codec.squared_norm``."""
         packed = packed_tensor(packed, self.packed_bytes(n))
-        return sum(codec.squared_norm(packed[room], span.stop - span.start) for span, room, codec in self.spans())
-
-    def spans(self) -> Iterator[tuple[slice, slice, Codec]]:
-        """Yield for each segment the range of its values, the range of its bytes, and its codec."""
-        at, byte = 0, 0
-        for n, codec in self._segments:
-            size = codec.packed_bytes(n)
-            yield slice(at, at + n), slice(byte, byte + size), codec
-            at, byte = at + n, byte + size
+        return sum(codec.squared_norm(packed[room], span.stop - span.start) for span, room, codec in self.spans)
 
 
-def spans(codec: Codec, n: int) -> Iterator[tuple[slice, slice, Codec]]:
-    """Yield the range of values, the range of bytes and the codec of each segment of ``codec``; it is one if it has
-    none."""
-    if isinstance(codec, Segmented):
-        yield from codec.spans()
-    else:
-        yield slice(0, n), slice(0, codec.packed_bytes(n)), codec
+def spans(codec: Codec, n: int) -> list[Span]:
+    """Return the segments of ``codec``; it is one if it has none."""
+    return codec.spans if isinstance(codec, Segmented) else [Span(slice(0, n), slice(0, codec.packed_bytes(n)), codec)]
+
+
+def leaf_spans(codec: Codec, n: int) -> Iterator[Span]:
+    """Yield the leaves of each segment of ``codec``."""
+    for values, packed, one in spans(codec, n):
+        assert isinstance(one.format, BlockFormat | TopKFormat)
+        start, byte, leaf = values.start, packed.start, one.format.leaf
+        while start < values.stop:
+            stop = min(start + leaf, values.stop)
+            size = one.packed_bytes(stop - start)
+            yield Span(slice(start, stop), slice(byte, byte + size), one)
+            start, byte = stop, byte + size
 
 
 class Piece(NamedTuple):

@@ -12,7 +12,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 Shapes: TypeAlias = Sequence[tuple[str, Sequence[int]]]
@@ -24,6 +24,9 @@ SMALL_VALUES = 4096
 _CHUNK_VALUES, _CHUNK_VALUES_READ_ONCE = 2**20, 2**22
 _PACKED_CHUNK_BYTES = 2**22 + 2**15
 """A chunk is 4 MiB of packed bytes; for codecs with temporaries as large as the chunk, 4 MiB of float32."""
+
+_LEAF_VALUES = 64
+"""Leaves are multiples of so many values: all codecs pack them into bytes that fill words of four, but for scales."""
 
 # Names of tables of tokens and of output layers in torch, GPT-2, Llama and their relatives.
 _TABLE = re.compile(r"(^|\.)(\w*embed\w*|\w*embd|wte|wpe|lm_head|output|head)(\.|$)")
@@ -46,6 +49,10 @@ class CodecFormat(Protocol):
     def packed_bytes(self, n: int) -> int:
         """The exact size of ``n`` packed values, in bytes."""
         ...
+
+
+def _check_leaf(leaf: int) -> None:
+    assert leaf == sys.maxsize or leaf % _LEAF_VALUES == 0, "leaves begin where scales are aligned"
 
 
 # Blocks of values -----------------------------------------------------------------------------------------------
@@ -77,7 +84,8 @@ _BLOCK_KINDS = {
 class BlockFormat:
     """Format with a scale a block: the scales of all blocks, then the codes of all groups of values.
 
-    The last block and the last group may be short.
+    The last block and the last group may be short. Values are packed by leaves of ``leaf`` values, each as if it were
+    all there is, one after the other; the last one may be short.
 
     ``kind``: one of ``_BLOCK_KINDS``. ``block``: values that share scales. ``seed``: of stochastic rounding, None to
     round to nearest; only int8 and int4 have one. Raises CodecError for an option out of range."""
@@ -85,9 +93,11 @@ class BlockFormat:
     kind: str
     block: int
     seed: int | None = None
+    leaf: int = sys.maxsize
 
     def __post_init__(self) -> None:
         block = self.block
+        _check_leaf(self.leaf)
         if self.kind in ("float16", "float8_e4m3") and not 1 <= block <= 2**20:
             raise CodecError(f"block is the number of values that share a scale, 1 to {2**20}, not {block}")
         if self.kind in ("int8", "int4") and (not 2 <= block <= 2**20 or block % 2):
@@ -107,18 +117,32 @@ class BlockFormat:
 
     def packed_bytes(self, n: int) -> int:
         """See ``CodecFormat.packed_bytes``."""
-        return self.scale_bytes(n) + self.code_bytes(n)
+        leaves, rest = divmod(n, self.leaf)
+        return leaves * self._leaf_bytes(self.leaf) + self._leaf_bytes(rest)
+
+    def leaves(self, n: int) -> Iterator[tuple[slice, slice]]:
+        """Yield each leaf's range of values and of bytes; all of them as one where no scales are between."""
+        leaf = min(self.leaf, n) if _BLOCK_KINDS[self.kind].scale_bytes else n
+        at = 0
+        for start in range(0, n, max(leaf, 1)):
+            stop = min(start + leaf, n)
+            end = at + self._leaf_bytes(stop - start)
+            yield slice(start, stop), slice(at, end)
+            at = end
 
     def blocks(self, n: int) -> int:
-        """The number of blocks that hold ``n`` values."""
+        """The number of blocks that hold ``n`` values of one leaf."""
         return -(-n // self.block)
 
     def scale_bytes(self, n: int) -> int:
-        """The size of the scales of ``n`` values; their codes begin there."""
+        """The size of the scales of ``n`` values of one leaf; their codes begin there."""
         return self.blocks(n) * _BLOCK_KINDS[self.kind].scale_bytes
 
+    def _leaf_bytes(self, n: int) -> int:
+        return self.scale_bytes(n) + self.code_bytes(n)
+
     def code_bytes(self, n: int) -> int:
-        """The size of the codes of ``n`` values."""
+        """The size of the codes of ``n`` values of one leaf."""
         kind = _BLOCK_KINDS[self.kind]
         return -(-n // kind.group) * kind.group_bytes
 
@@ -188,15 +212,17 @@ class ChunkFormat:
 class TopKFormat:
     """Format of chunked top-k: of every ``chunk`` values the ``k`` of largest magnitude, as ``values``: 2bit or int8.
 
-    The last chunk, of m < ``chunk`` values, keeps ``ceil(k * m / chunk)``. Raises CodecError for an option out of
-    range."""
+    The last chunk, of m < ``chunk`` values, keeps ``ceil(k * m / chunk)``. Values are packed by leaves of ``leaf``
+    values, each as if it were all there is. Raises CodecError for an option out of range."""
 
     k: int = 64
     values: str = "2bit"
     chunk: int = 4096
+    leaf: int = sys.maxsize
 
     def __post_init__(self) -> None:
         k, chunk = self.k, self.chunk
+        _check_leaf(self.leaf)
         if not 1 <= chunk <= _MAX_TOPK_CHUNK:
             raise CodecError(f"chunk is the number of values that are compared, 1 to {_MAX_TOPK_CHUNK}, not {chunk}")
         if not 1 <= k <= chunk:
@@ -221,16 +247,19 @@ class TopKFormat:
         Each member may have chosen other values, so that their mean holds up to ``k * members`` that are not 0."""
         if members < 1:
             raise CodecError(f"members is how many contributions a mean is of, at least 1, not {members}")
-        return TopKFormat(max(self.k, min(self.k * members, self.chunk // 2)), self.values, self.chunk)
+        return replace(self, k=max(self.k, min(self.k * members, self.chunk // 2)))
 
     def parts(self, n: int) -> Iterator[tuple[int, int, ChunkFormat]]:
-        """Yield the range of the full chunks and that of the short one, where there are any, with a chunk's format."""
-        full = n // self.chunk * self.chunk
+        """Yield the ranges of full chunks and those of short ones, in their order, with a chunk's format."""
+        leaf = min(self.leaf, n) if self.leaf % self.chunk else n
         value_bits = _TOPK_VALUE_BITS[self.values]
-        if full:
-            yield 0, full, ChunkFormat(self.chunk, self.k, value_bits)
-        if n > full:
-            yield full, n, ChunkFormat(n - full, -(-self.k * (n - full) // self.chunk), value_bits)
+        for start in range(0, n, max(leaf, 1)):
+            stop = min(start + leaf, n)
+            short = (stop - start) % self.chunk
+            if stop - start > short:
+                yield start, stop - short, ChunkFormat(self.chunk, self.k, value_bits)
+            if short:
+                yield stop - short, stop, ChunkFormat(short, -(-self.k * short // self.chunk), value_bits)
 
 
 # Names and options ----------------------------------------------------------------------------------------------
@@ -328,11 +357,11 @@ class FormatMap:
 
     Made by ``named_format_map``."""
 
-    def __init__(self, runs: Iterable[tuple[int, CodecFormat]]) -> None:
+    def __init__(self, runs: Iterable[tuple[int, BlockFormat | TopKFormat]]) -> None:
         """``runs``: how many values in a row have which format. Where neighbours have the same format object, their
         blocks run on across the border."""
         self.n = 0
-        self.formats: list[CodecFormat] = []
+        self.formats: list[BlockFormat | TopKFormat] = []
         self._starts: list[int] = []
         self._leaf = sys.maxsize
         for count, form in runs:
@@ -342,7 +371,7 @@ class FormatMap:
             self.n += count
 
     @classmethod
-    def uniform(cls, form: CodecFormat) -> FormatMap:
+    def uniform(cls, form: BlockFormat | TopKFormat) -> FormatMap:
         """One format for any number of values."""
         return cls([(sys.maxsize, form)])
 
@@ -351,7 +380,7 @@ class FormatMap:
 
         Leaves begin at multiples of ``leaf`` values, so the bytes of a leaf do not depend on the range it is in."""
         one = copy.copy(self)
-        one._leaf = leaf
+        one._leaf, one.formats = leaf, [replace(form, leaf=leaf) for form in self.formats]
         return one
 
     @property
@@ -380,7 +409,8 @@ class FormatMap:
         at = bisect_right(self._starts, start) - 1
         while start < stop:
             run_end = self._starts[at + 1] if at + 1 < len(self._starts) else self.n
-            end = min(stop, run_end, (start // self._leaf + 1) * self._leaf)
+            # A format's leaves begin with its segment, so what a leaf has of one that began before is a segment.
+            end = min(stop, run_end, -(-start // self._leaf) * self._leaf if start % self._leaf else stop)
             form = self.formats[at]
             if isinstance(form, TopKFormat) and members is not None:
                 form = form.widened(members)
@@ -389,7 +419,12 @@ class FormatMap:
         return segments[0][1] if len(segments) == 1 else SegmentedFormat(tuple(segments))
 
 
-def _auto(shapes: Shapes, matrices: CodecFormat, tables: CodecFormat, small: CodecFormat) -> FormatMap:
+def _auto(
+    shapes: Shapes,
+    matrices: BlockFormat | TopKFormat,
+    tables: BlockFormat | TopKFormat,
+    small: BlockFormat | TopKFormat,
+) -> FormatMap:
     """Choose a format for each tensor by its size and role.
 
     Small and one-dimensional tensors (norms, biases: few bytes, and a mistake there is a mistake everywhere) take

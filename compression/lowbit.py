@@ -31,6 +31,7 @@ For ``int2`` on the same values, levels of 1/3 and 1 times the largest value gav
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -52,7 +53,7 @@ from shoal.compression.formats import BlockFormat, CodecError
 from shoal.compression.scratch import scratch
 from shoal.compression.tiled import TiledCodec
 
-_Array: TypeAlias = npt.NDArray[Any]
+_Leaf: TypeAlias = tuple[slice, npt.NDArray[Any], npt.NDArray[Any]]
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _SMALLEST_NORMAL_BITS, _LARGEST_FINITE_BITS = 0x0080, 0x7F7F
@@ -96,9 +97,10 @@ class _LowBit(TiledCodec):
         kernels = self.compiled(values.device)
         if kernels is None:
             return super().encode(values)
-        packed = self._room(values)
-        if not kernels.encode(values.numpy(), *self._arrays(packed, values.numel()), *self._how):
-            raise not_finite_error(values)
+        packed, array = self._room(values), values.numpy()
+        for span, scales, codes in self._arrays(packed, array.size):
+            if not kernels.encode(array[span], scales, codes, *self._how):
+                raise not_finite_error(values)
         return packed
 
     def encode_residual(
@@ -110,9 +112,13 @@ class _LowBit(TiledCodec):
         if kernels is None:
             return super().encode_residual(values, residual, left, packed)
         residual, packed = in_place(residual, left), self._room(values, packed)
-        arrays = values.numpy(), residual.numpy(), *self._arrays(packed, values.numel())
-        if not kernels.encode_residual(*arrays, *self._how):
-            raise not_finite_error(values + residual)
+        one, two, leaves = values.numpy(), residual.numpy(), list(self._arrays(packed, values.numel()))
+        # All sums are looked at before any is replaced: a chunk is small enough to stay in the cache in between.
+        for span, scales, _ in leaves:
+            if not kernels.measure_sums(one[span], two[span], scales, *self._how):
+                raise not_finite_error(values + residual)
+        for span, scales, codes in leaves:
+            kernels.pack_sums(one[span], two[span], scales, codes, *self._how)
         return packed
 
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
@@ -123,8 +129,9 @@ class _LowBit(TiledCodec):
             return super().decode(packed, n, out)
         out = torch.empty(n, dtype=torch.float32) if out is None else out
         values = checked_out(out, n, packed.device)
-        scales, codes = self._checked_arrays(packed, n, kernels)
-        kernels.decode(scales, codes, values.numpy(), *self._how)
+        array = values.numpy()
+        for span, scales, codes in self._checked_arrays(packed, n, kernels):
+            kernels.decode(scales, codes, array[span], *self._how)
         return out
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
@@ -136,8 +143,9 @@ class _LowBit(TiledCodec):
             super().accumulate(packed, total, weight)
             return
         total = checked_out(total, n, packed.device)
-        scales, codes = self._checked_arrays(packed, n, kernels)
-        kernels.accumulate(scales, codes, total.numpy(), weight, *self._how)
+        array = total.numpy()
+        for span, scales, codes in self._checked_arrays(packed, n, kernels):
+            kernels.accumulate(scales, codes, array[span], weight, *self._how)
 
     def _check(self, scales: Tensor, codes: Tensor) -> None:
         """Raise CodecError unless all bits of ``scales``, bfloat16, are those of 0 or of a normal positive number."""
@@ -148,16 +156,20 @@ class _LowBit(TiledCodec):
         if int(low) < _SMALLEST_NORMAL_BITS and bool(((bits > 0) & (bits < _SMALLEST_NORMAL_BITS)).any()):
             raise CodecError("a magnitude is subnormal")
 
-    def _arrays(self, packed: Tensor, n: int) -> tuple[_Array, _Array]:
-        """Views of ``packed``: the bits of the scales, int16, and the codes, uint8."""
-        array, codes = packed.numpy(), self.format.scale_bytes(n)
-        return array[:codes].view(np.int16), array[codes:]
+    def _arrays(self, packed: Tensor, n: int) -> Iterator[_Leaf]:
+        """Yield each leaf's range of values, the bits of its scales, int16, and its codes, uint8: views of
+        ``packed``."""
+        array = packed.numpy()
+        for span, room in self.format.leaves(n):
+            codes = room.start + self.format.scale_bytes(span.stop - span.start)
+            yield span, array[room.start : codes].view(np.int16), array[codes : room.stop]
 
-    def _checked_arrays(self, packed: Tensor, n: int, kernels: ModuleType) -> tuple[_Array, _Array]:
-        scales, codes = self._arrays(packed, n)
-        if not kernels.are_plain(scales):
-            self._check(torch.from_numpy(scales).view(torch.bfloat16), packed)
-        return scales, codes
+    def _checked_arrays(self, packed: Tensor, n: int, kernels: ModuleType) -> list[_Leaf]:
+        leaves = list(self._arrays(packed, n))
+        for _, scales, _ in leaves:
+            if not kernels.are_plain(scales):
+                self._check(torch.from_numpy(scales).view(torch.bfloat16), packed)
+        return leaves
 
 
 class Sign(_LowBit):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec, Packed, rounded_weight
-from shoal.compression.codec_map import spans
+from shoal.compression.codec_map import Span, leaf_spans
 from shoal.compression.scratch import scratch, zeros
 from shoal.compression.weighted_mean import EncodingLoss
 
@@ -84,7 +84,7 @@ class RobustMean:
     def encode(self, codec: Codec, divisor: float, left: Tensor, packed: Tensor) -> EncodingLoss:
         """Encode the mean into ``packed``; see ``WeightedMean.encode``. The weights say how much each counts, so
         ``divisor`` is not needed."""
-        mean, sent = scratch("total", self._n, _CPU), [list(spans(one.codec, self._n)) for one in self._sources]
+        mean, sent = scratch("total", self._n, _CPU), [list(leaf_spans(one.codec, self._n)) for one in self._sources]
         edges = sorted(set.intersection(*({span.stop for span, _, _ in one} for one in sent)))
         start = 0
         for stop in edges:
@@ -93,7 +93,7 @@ class RobustMean:
         codec.encode_residual(mean, zeros(self._n), left, packed)
         return EncodingLoss.of(left)
 
-    def _mean_of(self, start: int, stop: int, sent: Sequence[Sequence[tuple[slice, slice, Codec]]]) -> Tensor:
+    def _mean_of(self, start: int, stop: int, sent: Sequence[Sequence[Span]]) -> Tensor:
         """Return the mean of ``start <= i < stop``, whole spans of every source."""
         means, weights, norms = [], [], []
         for row in dict.fromkeys(one.row for one in self._sources):
@@ -163,7 +163,7 @@ def norm_of(values: Tensor) -> float:
     return math.sqrt(float(squares)) if values.numel() else 0.0
 
 
-def _decoded(one: _Source, pieces: Sequence[tuple[slice, slice, Codec]], start: int, stop: int) -> Tensor:
+def _decoded(one: _Source, pieces: Sequence[Span], start: int, stop: int) -> Tensor:
     out = torch.empty(stop - start)
     for span, room, codec in pieces:
         if start <= span.start and span.stop <= stop:

@@ -149,18 +149,25 @@ class TiledCodec(Codec):
 
     def _tiles(self, packed: Tensor, n: int) -> Iterator[_Tile]:
         layout = self.format
-        scale_bytes = layout.scale_bytes(n)
-        scales = packed[:scale_bytes].view(self._scale_dtype).view(layout.blocks(n), self._scales_a_block)
-        codes = packed[scale_bytes:]
         step = max(1, _TILE_VALUES // layout.block) * layout.block
-        for start in range(0, n, step):
-            stop = min(start + step, n)
-            yield _Tile(
-                start,
-                stop,
-                scales[start // layout.block : layout.blocks(stop)],
-                codes[layout.code_bytes(start) : layout.code_bytes(stop)],
-            )
+        for span, scales, codes in self._leaves(packed, n):
+            count = span.stop - span.start
+            for start in range(0, count, step):
+                stop = min(start + step, count)
+                yield _Tile(
+                    span.start + start,
+                    span.start + stop,
+                    scales[start // layout.block : layout.blocks(stop)],
+                    codes[layout.code_bytes(start) : layout.code_bytes(stop)],
+                )
+
+    def _leaves(self, packed: Tensor, n: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield each leaf's range of values, its scales ``(blocks, k)`` and its codes, bytes: views of ``packed``."""
+        for span, room in self.format.leaves(n):
+            count, data = span.stop - span.start, packed[room]
+            codes = self.format.scale_bytes(count)
+            scales = data[:codes].view(self._scale_dtype).view(self.format.blocks(count), self._scales_a_block)
+            yield span, scales, data[codes:]
 
     def _rows(self, values: Tensor, residual: Tensor | None, tile: _Tile) -> Tensor:
         """Return ``values`` (+ ``residual``) of a tile as ``(r, block)``: a view where nothing has to be computed."""

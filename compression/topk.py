@@ -101,7 +101,7 @@ class TopK(Codec):
         # First of all, for ``residual`` is to be as before when a value anywhere is not finite.
         kernels = self.compiled(values.device)
         if kernels is None:
-            finite = _finite_sums(values, residual, self.format.chunk)
+            finite = _finite_sums(values, residual, len(list(self.format.parts(values.numel()))))
         else:
             finite = kernels.finite_sums(values.numpy(), residual.numpy())
         if not finite:
@@ -194,10 +194,10 @@ def _refuse(wrong: int) -> None:
 # numpy is used on the CPU where it is faster, and only for operations whose result has no choice of rounding or order.
 
 
-def _finite_sums(values: Tensor, residual: Tensor, chunk: int) -> bool:
+def _finite_sums(values: Tensor, residual: Tensor, parts: int) -> bool:
     """Return whether ``values + residual`` are finite; True, unchecked, where ``_encode`` checks before it writes."""
     step = _tile_values(values)
-    if values.numel() <= step and values.numel() % chunk == 0:
+    if values.numel() <= step and parts == 1:
         return True
     for start in range(0, values.numel(), step):
         tile = slice(start, start + step)

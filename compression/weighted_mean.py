@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.compression.blockwise import Blockwise, Summand
 from shoal.compression.codec import Codec, Packed, largest_of, rounded_weight
-from shoal.compression.codec_map import spans
+from shoal.compression.codec_map import Span, spans
 from shoal.compression.scratch import scratch, zeros
 
 _CPU = torch.device("cpu")
@@ -107,6 +107,7 @@ class WeightedMean:
         return self._total
 
 
-def _are_alike(one: tuple[slice, slice, Codec], two: tuple[slice, slice, Codec]) -> bool:
-    is_blockwise = isinstance(one[2], Blockwise) and isinstance(two[2], Blockwise)
-    return is_blockwise and one[:2] == two[:2] and one[2].decodes_like(two[2])  # type: ignore[attr-defined]
+def _are_alike(one: Span, two: Span) -> bool:
+    if not isinstance(one.codec, Blockwise) or not isinstance(two.codec, Blockwise):
+        return False
+    return one[:2] == two[:2] and one.codec.decodes_like(two.codec)

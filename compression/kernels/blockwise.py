@@ -1,5 +1,8 @@
 """Block-wise int8 and int4 as numba kernels: each block is read once from memory and worked on in the cache.
 
+Packed vectors come as all their bytes and ``how``, ``(leaf, block, bits, seed)``: how many values have scales and codes
+of their own (at most all), values a block, bits a code, and the seed of stochastic rounding, -1 for none.
+
 The same arithmetic, operation for operation, as ``Blockwise`` has by torch; no fastmath, so that LLVM neither reorders
 nor fuses. The absolute maximum is taken on the floats' bits as integers, which orders them, NaN and infinity above all.
 """
@@ -271,12 +274,12 @@ def decode_strips(scales: Any, codes: Any, out: Any, block: Any) -> Any:
                 store(value, target + 4 * i)
 
 
-# Whole vectors -------------------------------------------------------------------------------------------------
+# One leaf ------------------------------------------------------------------------------------------------------
 
 
 @njit
-def encode(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any) -> Any:
-    """Encode a vector. Returns -1, or the first block with a value that is not finite."""
+def encode_leaf(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any) -> Any:
+    """Encode a leaf. Returns -1, or the first block with a value that is not finite."""
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
     done = blocks_in_strips(values.size, block, bits, seed)
     bad = encode_strips(values, scales[:done], codes, block)
@@ -297,21 +300,10 @@ def encode(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: An
 
 
 @njit
-def first_bad_sum(values: Any, residual: Any, block: Any) -> Any:
-    """Return -1, or the first block with a sum that is not finite."""
-    corrected = np.empty(min(block, values.size), np.float32)
-    for start in range(0, values.size, block):
-        stop = min(start + block, values.size)
-        if add(values[start:stop], residual[start:stop], corrected[: stop - start]) > LARGEST_FINITE:
-            return start // block
-    return -1
-
-
-@njit
-def encode_residual(
+def encode_residual_leaf(
     values: Any, residual: Any, left: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any
 ) -> Any:
-    """Encode the sum of two vectors; ``left`` becomes the loss.
+    """Encode the sum of two leaves; ``left`` becomes the loss.
 
     Returns -1, or the first block with a sum that is not finite: nothing of it and after it is written then.
 
@@ -367,10 +359,10 @@ def split(b: Any, corrected: Any, top: Any, scales: Any, codes: Any, rounded_all
 
 
 @njit
-def encode_mean(addresses: Any, weights: Any, divisor: Any, left: Any, scales: Any, codes: Any, how: Any) -> Any:
-    """Encode a mean: the sum of packed vectors at ``addresses``, times ``weights``, over ``divisor``.
+def encode_mean_leaf(addresses: Any, weights: Any, divisor: Any, left: Any, scales: Any, codes: Any, how: Any) -> Any:
+    """Encode a mean: the sum of packed leaves at ``addresses``, times ``weights``, over ``divisor``.
 
-    ``left`` becomes the loss. Returns as ``encode_residual``.
+    ``left`` becomes the loss. Returns as ``encode_residual_leaf``.
     """
     (block, bits, seed), n, several = how, left.size, max(1, PIECE // how[0]) * how[0]
     over = np.float32(divisor)
@@ -433,17 +425,7 @@ def add(first: Any, second: Any, out: Any) -> Any:
 
 
 @njit
-def are_plain(scales: Any, safe_bits: Any) -> Any:
-    """Return whether each scale is 0, or normal and at most the one with ``safe_bits``: all but a few hostile ones."""
-    bits = scales.view(np.int32)
-    odd = np.int32(0)
-    for i in range(bits.size):
-        odd |= np.int32((bits[i] < 0) | (bits[i] > safe_bits) | ((bits[i] > 0) & (bits[i] < SMALLEST_NORMAL)))
-    return odd == 0
-
-
-@njit
-def decode(scales: Any, codes: Any, out: Any, block: Any, bits: Any) -> Any:
+def decode_leaf(scales: Any, codes: Any, out: Any, block: Any, bits: Any) -> Any:
     for b in range(scales.size):
         part = out[b * block : min((b + 1) * block, out.size)]
         if bits == 8:
@@ -455,38 +437,6 @@ def decode(scales: Any, codes: Any, out: Any, block: Any, bits: Any) -> Any:
         scale = scales[b]
         for i in range(part.size):
             part[i] = part[i] * scale
-
-
-@njit
-def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: Any, block: Any, bits: Any) -> Any:
-    """Decode packed vectors at addresses ``sources``, of ``sizes`` values, to addresses ``rooms``.
-
-    ``is_left`` becomes True for those that are not decoded, as their scales are not plain."""
-    for k in range(sizes.size):
-        n = sizes[k]
-        blocks = (n + block - 1) // block
-        scales = carray(floats_at(sources[k]), blocks)
-        is_left[k] = not are_plain(scales, safe_bits)
-        if is_left[k]:
-            continue
-        codes = carray(bytes_at(sources[k] + 4 * blocks), n if bits == 8 else (n + 1) // 2)
-        out = carray(floats_at(rooms[k]), n)
-        done = blocks_in_strips(n, block, bits, -1)
-        decode_strips(scales[:done], codes, out, block)
-        at = done * block
-        decode(scales[done:], codes[at if bits == 8 else 0 :], out[at:], block, bits)
-    finish_streaming()
-
-
-@njit
-def squared_norm(scales: Any, codes: Any, n: Any, block: Any, bits: Any) -> Any:
-    """Return the squared norm of ``n`` values; the sum over a block's codes is exact."""
-    total = 0.0
-    for b in range(scales.size):
-        scale = np.float64(scales[b])
-        start, stop = b * block, min((b + 1) * block, n)
-        total += scale * scale * (squares_8(codes, start, stop) if bits == 8 else squares_4(codes, start, stop))
-    return total
 
 
 @njit
@@ -517,28 +467,159 @@ def squares_4(codes: Any, start: Any, stop: Any) -> Any:
     return total
 
 
+# Whole vectors, leaf by leaf ------------------------------------------------------------------------------------
+
+
 @njit
-def accumulate(scales: Any, codes: Any, total: Any, weight: Any, block: Any, bits: Any) -> Any:
+def packed_bytes(n: Any, how: Any) -> Any:
+    """Size of ``n`` packed values of one leaf."""
+    return 4 * ((n + how[1] - 1) // how[1]) + (n if how[2] == 8 else (n + 1) // 2)
+
+
+@njit
+def leaf_of(packed: Any, start: Any, n: Any, how: Any) -> Any:
+    """Return views of the scales and codes of the leaf that begins at value ``start`` of ``n``."""
+    leaf, block, _, _ = how
+    first, count = start // leaf * packed_bytes(leaf, how), min(leaf, n - start)
+    codes = first + 4 * ((count + block - 1) // block)
+    return packed[first:codes].view(np.float32), packed[codes : first + packed_bytes(count, how)]
+
+
+@njit
+def encode(values: Any, packed: Any, how: Any) -> Any:
+    """Encode a vector. False when a value is not finite."""
+    leaf, block, bits, seed = how
+    for start in range(0, values.size, leaf):
+        scales, codes = leaf_of(packed, start, values.size, how)
+        if encode_leaf(values[start : start + leaf], scales, codes, block, bits, seed) >= 0:
+            return False
+    return True
+
+
+@njit
+def are_sums_finite(values: Any, residual: Any) -> Any:
+    corrected = np.empty(min(PIECE, values.size), np.float32)
+    for start in range(0, values.size, PIECE):
+        stop = min(start + PIECE, values.size)
+        if add(values[start:stop], residual[start:stop], corrected[: stop - start]) > LARGEST_FINITE:
+            return False
+    return True
+
+
+@njit
+def encode_residual(values: Any, residual: Any, left: Any, packed: Any, how: Any) -> Any:
+    """Encode the sum of two vectors; ``left`` becomes the loss. False when a sum is not finite.
+
+    ``left`` may be ``residual``: what is written has been read before."""
+    leaf, block, bits, seed = how
+    for start in range(0, values.size, leaf):
+        stop = start + leaf
+        scales, codes = leaf_of(packed, start, values.size, how)
+        one, two, rest = values[start:stop], residual[start:stop], left[start:stop]
+        if encode_residual_leaf(one, two, rest, scales, codes, block, bits, seed) >= 0:
+            return False
+    return True
+
+
+@njit
+def encode_mean(addresses: Any, weights: Any, divisor: Any, left: Any, packed: Any, how: Any) -> Any:
+    """Encode a mean: the sum of packed vectors at ``addresses``, times ``weights``, over ``divisor``.
+
+    ``left`` becomes the loss. Returns the largest scale, or -1 when the mean is not finite."""
+    leaf, block, bits, seed = how
+    largest = ZERO
+    for start in range(0, left.size, leaf):
+        scales, codes = leaf_of(packed, start, left.size, how)
+        sources, rest = addresses + start // leaf * packed_bytes(leaf, how), left[start : start + leaf]
+        if encode_mean_leaf(sources, weights, divisor, rest, scales, codes, (block, bits, seed)) >= 0:
+            return np.float32(-1.0)
+        for b in range(scales.size):
+            largest = max(largest, scales[b])
+    return largest
+
+
+@njit
+def are_plain(packed: Any, n: Any, safe_bits: Any, how: Any) -> Any:
+    """Return whether each scale is 0, or normal and at most the one with ``safe_bits``: all but a few hostile ones."""
+    odd = np.int32(0)
+    for start in range(0, n, how[0]):
+        bits = leaf_of(packed, start, n, how)[0].view(np.int32)
+        for i in range(bits.size):
+            odd |= np.int32((bits[i] < 0) | (bits[i] > safe_bits) | ((bits[i] > 0) & (bits[i] < SMALLEST_NORMAL)))
+    return odd == 0
+
+
+@njit
+def decode(packed: Any, out: Any, how: Any) -> Any:
+    leaf, block, bits, _ = how
+    for start in range(0, out.size, leaf):
+        scales, codes = leaf_of(packed, start, out.size, how)
+        decode_leaf(scales, codes, out[start : start + leaf], block, bits)
+
+
+@njit
+def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: Any, how: Any) -> Any:
+    """Decode packed vectors at addresses ``sources``, of ``sizes`` values, to addresses ``rooms``, past the caches.
+
+    ``is_left`` becomes True for those that are not decoded, as their scales are not plain."""
+    leaf, block, bits, _ = how
+    for k in range(sizes.size):
+        n = sizes[k]
+        whole, rest = n // leaf, n % leaf
+        packed = carray(bytes_at(sources[k]), whole * packed_bytes(leaf, how) + packed_bytes(rest, how))
+        is_left[k] = not are_plain(packed, n, safe_bits, how)
+        if is_left[k]:
+            continue
+        values = carray(floats_at(rooms[k]), n)
+        for start in range(0, n, leaf):
+            scales, codes = leaf_of(packed, start, n, how)
+            out = values[start : start + leaf]
+            done = blocks_in_strips(out.size, block, bits, -1)
+            decode_strips(scales[:done], codes, out, block)
+            at = done * block
+            decode_leaf(scales[done:], codes[at if bits == 8 else 0 :], out[at:], block, bits)
+    finish_streaming()
+
+
+@njit
+def squared_norm(packed: Any, n: Any, how: Any) -> Any:
+    """Return the squared norm of ``n`` values; the sum over a block's codes is exact."""
+    leaf, block, bits, _ = how
+    total = 0.0
+    for first in range(0, n, leaf):
+        scales, codes = leaf_of(packed, first, n, how)
+        for b in range(scales.size):
+            scale = np.float64(scales[b])
+            start, stop = b * block, min((b + 1) * block, n - first, leaf)
+            total += scale * scale * (squares_8(codes, start, stop) if bits == 8 else squares_4(codes, start, stop))
+    return total
+
+
+@njit
+def accumulate(packed: Any, total: Any, weight: Any, how: Any) -> Any:
+    leaf, block, bits, _ = how
     factor = np.float32(weight)
     work = np.empty(min(block, total.size), np.float32)
-    for b in range(scales.size):
-        part = total[b * block : min((b + 1) * block, total.size)]
-        add_block(codes, b * block, bits, scales[b], factor, part, work)
+    for start in range(0, total.size, leaf):
+        scales, codes = leaf_of(packed, start, total.size, how)
+        part = total[start : start + leaf]
+        for b in range(scales.size):
+            add_block(codes, b * block, bits, scales[b], factor, part[b * block : (b + 1) * block], work)
 
 
 def warm_up() -> None:
     """Compile every kernel for the types that the codec uses, or load it from the cache."""
-    values, scales, codes = np.ones(4, np.float32), np.empty(1, np.float32), np.empty(4, np.uint8)
+    values, packed = np.ones(4, np.float32), np.zeros(8, np.uint8)
+    addresses, weights = np.array([packed.ctypes.data], np.int64), np.ones(1, np.float32)
+    rooms, sizes = np.array([values.ctypes.data], np.int64), np.array([values.size])
     for bits, seed in ((8, -1), (4, 7)):
-        encode(values, scales, codes, 4, bits, seed)
-        first_bad_sum(values, values, 4)
-        encode_residual(values, np.zeros(4, np.float32), np.empty(4, np.float32), scales, codes, 4, bits, seed)
-        packed = np.zeros(8, np.uint8)
-        addresses, weights = np.array([packed.ctypes.data], np.int64), np.ones(1, np.float32)
-        encode_mean(addresses, weights, 1.0, values, scales, codes, (4, bits, seed))
-        are_plain(scales, int(LARGEST_FINITE))
-        decode(scales, codes, values, 4, bits)
-        rooms, sizes = np.array([values.ctypes.data], np.int64), np.array([values.size])
-        decode_all(addresses, rooms, sizes, np.zeros(1, np.bool_), int(LARGEST_FINITE), 4, bits)
-        accumulate(scales, codes, values, 1.0, 4, bits)
-        squared_norm(scales, codes, 4, 4, bits)
+        how = (4, 4, bits, seed)
+        encode(values, packed, how)
+        are_sums_finite(values, values)
+        encode_residual(values, np.zeros(4, np.float32), np.empty(4, np.float32), packed, how)
+        encode_mean(addresses, weights, 1.0, values, packed, how)
+        are_plain(packed, 4, int(LARGEST_FINITE), how)
+        decode(packed, values, how)
+        decode_all(addresses, rooms, sizes, np.zeros(1, np.bool_), int(LARGEST_FINITE), how)
+        accumulate(packed, values, 1.0, how)
+        squared_norm(packed, 4, how)

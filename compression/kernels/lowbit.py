@@ -174,18 +174,22 @@ def encode(values: Any, scales: Any, codes: Any, block: Any, levels: Any) -> Any
 
 
 @njit
-def encode_residual(values: Any, residual: Any, scales: Any, codes: Any, block: Any, levels: Any) -> Any:
-    """Encode a sum, whose loss becomes ``residual``; False when a sum is not finite: ``residual`` is as before then.
-
-    So all sums are looked at before any is replaced: a chunk is small enough to stay in the cache in between.
-    """
+def measure_sums(values: Any, residual: Any, scales: Any, block: Any, levels: Any) -> Any:
+    """Store the magnitudes of a sum; False when one is not finite."""
     n, sums = values.size, np.empty(block // 8, np.float32)
-    corrected, padded = np.zeros(block, np.float32), np.zeros(16, np.float32)
+    corrected = np.zeros(block, np.float32)
     for b in range(scales.size // levels):
         start, stop = b * block, min((b + 1) * block, n)
         add(values[start:stop], residual[start:stop], corrected, block)
         if not measure(corrected, stop - start, sums, scales[b * levels : (b + 1) * levels], levels):
             return False
+    return True
+
+
+@njit
+def pack_sums(values: Any, residual: Any, scales: Any, codes: Any, block: Any, levels: Any) -> Any:
+    """Write the codes of a sum, whose magnitudes are stored, and its loss into ``residual``."""
+    n, padded = values.size, np.zeros(16, np.float32)
     for b in range(scales.size // levels):
         start, stop = b * block, min((b + 1) * block, n)
         stored, packed = scales[b * levels : (b + 1) * levels], codes[start // 8 * levels :]
@@ -197,7 +201,6 @@ def encode_residual(values: Any, residual: Any, scales: Any, codes: Any, block: 
             second[: left.size] = left
             leave_groups(first, second, 1, stored, packed[whole * levels :], levels)
             left[:] = second[: left.size]
-    return True
 
 
 @njit
@@ -266,7 +269,8 @@ def warm_up() -> None:
     values, scales, codes = np.ones(8, np.float32), np.empty(2, np.int16), np.empty(2, np.uint8)
     for levels in (1, 2):
         encode(values, scales[:levels], codes[:levels], 8, levels)
-        encode_residual(values, np.zeros(8, np.float32), scales[:levels], codes[:levels], 8, levels)
+        measure_sums(values, np.zeros(8, np.float32), scales[:levels], 8, levels)
+        pack_sums(values, np.zeros(8, np.float32), scales[:levels], codes[:levels], 8, levels)
         are_plain(scales[:levels])
         decode(scales[:levels], codes[:levels], values, 8, levels)
         accumulate(scales[:levels], codes[:levels], values, 1.0, 8, levels)

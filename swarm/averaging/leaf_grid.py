@@ -39,8 +39,8 @@ class LeafGrid:
 
     def chunk_bytes(self, start: int, stop: int) -> int:
         """Return the size of a chunk of a contribution, its path included. Raises ``WireError`` as ``within``."""
-        leaves = self.within(start, stop)
-        return sum(map(self.packed_bytes, leaves)) + path_bytes(self.leaves, leaves.start, leaves.stop)
+        leaves, packed = self.within(start, stop), self._codec_map.contribution(start, stop)
+        return packed.packed_bytes(stop - start) + path_bytes(self.leaves, leaves.start, leaves.stop)
 
     def checked(self, root: bytes, start: int, stop: int, data: memoryview) -> memoryview:
         """Return the packed bytes of a chunk. For a worker thread.

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.compression.codec_cases import needs_numba, use
 from tests.fakes.codec_maps import get_codec_map
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.compression.codec_map import Segmented
+from shoal.compression.codec_map import CodecMap, Segmented
 from shoal.compression.formats import (
     CODEC_NAMES,
     FORMAT_MAP_NAMES,
@@ -32,6 +33,9 @@ SHAPES = [
     ("lm_head.weight", (100, 64)),
 ]
 N = sum(math.prod(shape) for _, shape in SHAPES)
+
+
+NUMBA = pytest.param("numba", marks=needs_numba)
 
 
 def noise(n: int, seed: int = 0) -> Tensor:
@@ -238,24 +242,78 @@ def test_a_chunk_is_four_mebibytes_as_packed_where_a_codec_reads_block_by_block(
         )
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "topk", "auto"])
-def test_a_range_by_leaf_is_its_leaves_one_after_the_other(name: str) -> None:
+BY_LEAF: list[tuple[str, dict[str, object]]] = [
+    ("int8", {}),
+    ("int8", {"block": 100}),
+    ("int8", {"seed": 3}),
+    ("int4", {}),
+    ("int4", {"block": 66}),
+    ("int2", {}),
+    ("sign", {"block": 8192}),
+    ("float16", {}),
+    ("float8_e4m3", {"block": 100}),
+    ("float32", {}),
+    ("bfloat16", {}),
+    ("topk", {}),
+    ("topk", {"chunk": 1000, "k": 10}),
+    ("auto", {}),
+]
+"""Blocks that leaves cut short, and codecs whose bytes leaves leave as they are, among them."""
+
+
+@pytest.mark.parametrize("path", ["torch", NUMBA])
+@pytest.mark.parametrize(("name", "options"), BY_LEAF)
+def test_a_range_by_leaf_is_its_leaves_one_after_the_other(name: str, options: dict[str, object], path: str) -> None:
     n, leaf = 3 * 4096 + 100, 4096
-    codec_map = get_codec_map(name, None, [("w", (100, 100)), ("b", (n - 10_000,))]).by_leaf(leaf)
-    values = torch.randn(n, generator=torch.Generator().manual_seed(3))
-    whole = codec_map.contribution(0, n).encode(values)
-    starts = range(0, n, leaf)
-    leaves = [codec_map.contribution(at, min(at + leaf, n)).encode(values[at : at + leaf]) for at in starts]
-    assert torch.equal(whole, torch.cat(leaves)), "so the bytes do not depend on where chunks begin"
-    total, expected = torch.ones(n), torch.ones(n)
-    codec_map.contribution(0, n).accumulate(whole, total, 0.5)
-    for at, packed in zip(starts, leaves, strict=True):
-        codec_map.contribution(at, min(at + leaf, n)).accumulate(packed, expected[at : at + leaf], 0.5)
-    assert torch.equal(total, expected)
+    plain = get_codec_map(name, options, [("w", (100, 100)), ("b", (n - 10_000,))])
+    codec_map, values = plain.by_leaf(leaf), torch.randn(n, generator=torch.Generator().manual_seed(3))
+    leaves = [slice(at, min(at + leaf, n)) for at in range(0, n, leaf)]
+    with use(path):
+        codec = codec_map.contribution(0, n)
+        packed = [plain_of(plain, one).encode(values[one]) for one in leaves]
+        whole = codec.encode(values)
+        assert torch.equal(whole, torch.cat(packed)), "so the bytes do not depend on where chunks begin"
+        decoded = torch.cat(
+            [plain_of(plain, one).decode(b, one.stop - one.start) for b, one in zip(packed, leaves, strict=True)]
+        )
+        assert torch.equal(codec.decode(whole, n), decoded)
+        assert codec.squared_norm(whole, n) == pytest.approx(float(decoded.double().square().sum()), rel=1e-5)
+        total, expected = torch.ones(n), torch.ones(n)
+        codec.accumulate(whole, total, 0.5)
+        residual, left = torch.ones(n), torch.ones(n)
+        again = codec.encode_residual(values - residual, residual, left)
+        for b, one in zip(packed, leaves, strict=True):
+            plain_of(plain, one).accumulate(b, expected[one], 0.5)
+            plain_of(plain, one).encode_residual(values[one] - 1.0, residual[one])
+        assert torch.equal(total, expected)
+        assert torch.equal(left, residual)
+        assert torch.equal(again, codec.encode((values - 1.0) + 1.0))
 
 
-@pytest.mark.parametrize("name", ["int8", "float32", "topk"])
-def test_a_mean_by_leaf_is_the_mean_of_each_leaf(name: str) -> None:
+def plain_of(codec_map: CodecMap, span: slice) -> Codec:
+    """The codec of a leaf that knows nothing of leaves."""
+    return codec_map.contribution(span.start, span.stop)
+
+
+@pytest.mark.parametrize("path", ["torch", NUMBA])
+@pytest.mark.parametrize("name", ["int8", "int2", "sign", "float16", "topk"])
+def test_a_value_in_a_later_leaf_that_is_not_finite_leaves_the_residual_as_it_was(name: str, path: str) -> None:
+    n, leaf = 3 * 4096, 4096
+    values, residual = torch.zeros(n), torch.ones(n)
+    values[-1] = math.inf
+    with use(path), pytest.raises(CodecError):
+        get_codec_map(name).by_leaf(leaf).contribution(0, n).encode_residual(values, residual)
+    assert torch.equal(residual, torch.ones(n))
+
+
+def test_leaves_of_one_format_are_one_codec_for_a_whole_chunk() -> None:
+    codec_map = get_codec_map("int8").by_leaf(4096)
+    assert not isinstance(codec_map.contribution(4096, 10 * 4096), Segmented), "a call for each leaf costs too much"
+
+
+@pytest.mark.parametrize("path", ["torch", NUMBA])
+@pytest.mark.parametrize("name", ["int8", "int4", "float32", "topk"])
+def test_a_mean_by_leaf_is_the_mean_of_each_leaf(name: str, path: str) -> None:
     n, leaf = 2 * 4096 + 64, 4096
     codec_map = get_codec_map(name).by_leaf(leaf)
     vectors = [torch.randn(n, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -269,4 +327,5 @@ def test_a_mean_by_leaf_is_the_mean_of_each_leaf(name: str) -> None:
         one.encode(result, 6.0, torch.empty(stop - start), packed)
         return packed
 
-    assert torch.equal(mean(0, n), torch.cat([mean(at, min(at + leaf, n)) for at in range(0, n, leaf)]))
+    with use(path):
+        assert torch.equal(mean(0, n), torch.cat([mean(at, min(at + leaf, n)) for at in range(0, n, leaf)]))
