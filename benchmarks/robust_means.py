@@ -26,8 +26,8 @@ from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.reduction import PartReducer, ReducedChunk
 from shoal.swarm.coordinator.influence import bounded, level_of, power_of
-from shoal.swarm.coordinator.membership import counting
 from shoal.swarm.coordinator.rollback import CommittedRound
+from shoal.swarm.coordinator.trust import earn_credit
 from shoal.swarm.protocol.rounds import RoundPlan, leaf_elements
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
@@ -82,13 +82,13 @@ def held_out_loss(kind: str, attack: str | None, speeds: tuple[int, ...], rounds
                 work[one.peer] = ATTACKS[attack](own, lies), weight
         plan = bounded(plan_of(number, work), run, past, members)
         mean = reduced(plan, {peer: own for peer, (own, _) in work.items()}, codec_map)
-        level = level_of(plan.members, counting(members, (one.peer for one in plan.members)), power)
+        level = level_of(plan.members, members, power)
         weight = sum(one.weight_tokens for one in plan.members)
         past.append(CommittedRound(number, bytes(32), weight, 1.0, (), level, plan.rho, None, ()))
         outer.step_(values, mean, number)
         for planned in plan.members:
             members[planned.peer].rounds_committed += 1
-            members[planned.peer].tokens_committed += planned.weight_tokens
+        earn_credit(members, {one.peer: one.weight_tokens for one in plan.members}, weight)
     vector.write(values[0])
     return recipe.held_out_loss(trainers[0].model, "cpu")
 

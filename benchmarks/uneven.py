@@ -32,8 +32,9 @@ from shoal.swarm.coordinator.influence import (
     power_of,
     suspects_of,
 )
-from shoal.swarm.coordinator.membership import Member, counting
+from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.rollback import CommittedRound
+from shoal.swarm.coordinator.trust import earn_credit
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.types import Address, Certificate, DeviceInfo, RosterEntry
@@ -190,13 +191,13 @@ def simulate(speeds: tuple[int, ...], robust: str, rounds: int, seed: int, *, at
                 longest = max(longest, total_norm(one.norms) / norm_bound(one, plan.rho, power))
         suspects = suspects_of(plan, members, power)
         barred |= set(suspects).intersection(honest) if number >= rounds // 2 else set()
-        level = level_of(plan.members, counting(members, (one.peer for one in plan.members)), power)
+        level = level_of(plan.members, members, power)
         past.append(CommittedRound(number, bytes(32), weight, 1.0, (), level, plan.rho, None, suspects))
         outer.step_(values, mean, number)
         trained += weight
         for one in plan.members:
             members[one.peer].rounds_committed += 1
-            members[one.peer].tokens_committed += one.weight_tokens
+        earn_credit(members, {one.peer: one.weight_tokens for one in plan.members}, weight)
     vector.write(anchor)
     loss = recipe.held_out_loss(trainers[0].model, "cpu")
     return Result(loss, max(above[peer] / rounds for peer in honest), longest, len(barred))

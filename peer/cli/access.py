@@ -416,6 +416,8 @@ def _all_members(folder: Path, keys: Path | None) -> list[MemberAccess]:
 
 def members_table(found: list[MemberAccess]) -> Table:
     """Make the table of members and of others that the host decided on, those that are there first."""
+    from shoal.peer.terminal.views import CREDIT_CAPTION, credit_text
+
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for name in ("peer", "name", "since (UTC)", "invite", "rounds"):
         table.add_column(name, no_wrap=True, justify="right" if name == "rounds" else "left")
@@ -427,11 +429,14 @@ def members_table(found: list[MemberAccess]) -> Table:
             state = Text(f"banned{where}" + (f": {_plain(one.note)}" if one.note else ""), style="red")
         elif one.allowed:
             state.append(", allowed" if one.state else "allowed")
+        if one.alive and one.role in ("trainer", "contributor"):
+            state.append(f"\n{'credit ' * bool(one.credit)}{credit_text(one.credit)}")
         if one.network:
             state.append(f"\n{one.network}", style="dim")
         since = when(one.since_s)[5:] if one.since_s else ""
-        rounds = f"{one.rounds}{'' if one.has_credit else ' (new)'}" if one.role else ""
+        rounds = str(one.rounds) if one.role else ""
         table.add_row(one.peer, _plain(one.name)[:_NAME], since, one.invite, rounds, state)
+    table.caption, table.caption_justify = CREDIT_CAPTION, "left"
     return table
 
 

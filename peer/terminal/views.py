@@ -323,6 +323,9 @@ def _agreement(status: CoordinatorToPeerStatus) -> str:
     )
 
 
+CREDIT_CAPTION = "credit: weight in what members decide, by their latest work; new: none yet"
+
+
 def _members_table(status: CoordinatorToPeerStatus) -> Table:
     members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     # The cells do not wrap, but these columns may: rich narrows such columns first.
@@ -331,13 +334,21 @@ def _members_table(status: CoordinatorToPeerStatus) -> Table:
     if status.stages:
         members.add_column("stage", justify="right", no_wrap=True)
     # In a pipeline only holders of the last stage have a loss, and it is shown above.
-    for name in ("tok/s", "share", *(() if status.stages else ("loss",)), "sent", "recv"):
+    for name in ("tok/s", "share", "credit", *(() if status.stages else ("loss",)), "sent", "recv"):
         members.add_column(name, justify="right", no_wrap=True)
     members.add_column("sync", justify="center", no_wrap=True)
     for member in sorted(status.members, key=lambda one: (not one.alive, -one.share, one.name)):
         row = _status_row(member, in_stages=bool(status.stages))
         members.add_row(*row, style="" if member.alive else "dim strike")
+    members.caption, members.caption_justify = CREDIT_CAPTION, "left"
     return members
+
+
+def credit_text(share: float) -> str:
+    """Write a member's share of the credit of all that are here."""
+    if not share:
+        return "new"
+    return f"{100 * share:.0f}%" if share >= 0.01 else "<1%"
 
 
 def _coverage_rows(coverage: Sequence[Coverage]) -> list[tuple[str, RenderableType]]:
@@ -370,6 +381,7 @@ def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType
         *((Text(span_text(*member.stages) if member.stages else "–"),) if in_stages else ()),
         Text(count_text(member.tokens_per_s) if member.alive else "–"),
         Text(f"{100 * member.share:.0f}%"),
+        Text(credit_text(member.credit) if member.alive else "–"),
         *(() if in_stages else (Text(loss_text(member.loss)),)),
         Text(filesize.decimal(member.bytes_sent)),
         Text(filesize.decimal(member.bytes_received)),

@@ -78,10 +78,13 @@ over a slow link takes a day."""
 
 
 class Standing(NamedTuple):
-    """Reasons to keep a member: credit, committed rounds with its work, a place in a pipeline."""
+    """Reasons to keep a member: credit, committed rounds with its work, a place in a pipeline.
+
+    ``credit``: its share of the credit of all that are here, in a pipeline that in the stage where it is largest."""
 
     has_credit: bool
     rounds: int
+    credit: float = 0.0
     has_place: bool = False
 
 

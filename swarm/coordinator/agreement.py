@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shoal.swarm.coordinator.membership import Member, weights_of
+from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.trust import weights_of
 
 _ALONE = 0.75
 """Share of the work with which one member decides against others: a small one cannot halt the run by another claim."""

@@ -11,9 +11,10 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shoal.swarm.coordinator.influence import usual_loss, weighted_median
-from shoal.swarm.coordinator.membership import Member, counting, weights_of
+from shoal.swarm.coordinator.influence import usual_loss
+from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.rollback import History
+from shoal.swarm.coordinator.trust import counting, weighted_median, weights_of
 
 _PASSED_ROUNDS = 8
 """Versions past the bad one after which another divergence has another cause."""

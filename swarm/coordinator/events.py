@@ -270,6 +270,9 @@ class MemberKept(Record):
     alive: bool
     tokens_committed: Count
     rounds_committed: Count
+    credit: Count
+    credit_rounds: Count
+    has_credit: bool
     barred_rounds: Count
     failures: Count
     carried_tokens: Count

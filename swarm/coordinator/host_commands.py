@@ -151,6 +151,7 @@ class HostCommands:
             network=member.network if member else "",
             rounds=standing.rounds,
             has_credit=standing.has_credit,
+            credit=standing.credit,
             banned=ban is not None,
             banned_network=ban.network if ban else "",
             allowed=peer in self._list.allowed,

@@ -8,12 +8,13 @@ are."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median, median_low
 
 from shoal.swarm.averaging.norm_claims import total_norm
-from shoal.swarm.coordinator.membership import Member, counting
+from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.rollback import CommittedRound
+from shoal.swarm.coordinator.trust import median_weights, weighted_median
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile
 
@@ -57,7 +58,7 @@ def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], membe
         )
         for one in plan.members
     ]
-    rho = next_rho(past, level_of(carrying, counting(members, (one.peer for one in carrying)), power))
+    rho = next_rho(past, level_of(carrying, members, power))
     robust = run.averaging.robust
     if robust != "none":
         carrying = [one.model_copy(update={"factor": factor_of(one, rho, power)}) for one in carrying]
@@ -72,10 +73,11 @@ def power_of(run: RunFile) -> float:
     return _POWER_OF_GRADIENTS if run.algorithm == "virtual_batch" else _POWER_OF_STEPS
 
 
-def level_of(planned: Iterable[PlanMember], counting: Collection[str], power: float) -> float:
-    """Return the usual norm at one token: the weighted median over ``counting`` peers; 0 where they claim nothing."""
-    counted = [(one, total_norm(one.norms)) for one in planned if one.peer in counting]
-    return weighted_median([(norm / one.weight_tokens**power, one.weight_tokens) for one, norm in counted if norm > 0])
+def level_of(planned: Sequence[PlanMember], members: Mapping[str, Member], power: float) -> float:
+    """Return the usual norm at one token: the median over the planned members by credit; 0 where they claim nothing."""
+    weights = median_weights(members, {one.peer: one.weight_tokens for one in planned})
+    counted = [(one, total_norm(one.norms)) for one in planned if one.peer in weights]
+    return weighted_median([(norm / one.weight_tokens**power, weights[one.peer]) for one, norm in counted if norm > 0])
 
 
 def next_rho(past: Sequence[CommittedRound], level: float) -> float:
@@ -119,6 +121,11 @@ def exceeds(member: PlanMember, rho: float, power: float) -> bool:
     return factor_of(member, rho, power) < 1.0
 
 
+def nears_bound(member: PlanMember, rho: float, power: float) -> bool:
+    """Whether a contribution is near its bound or above, where honest ones do not get."""
+    return total_norm(member.norms) > _NEAR * norm_bound(member, rho, power)
+
+
 def suspects_of(plan: RoundPlan, members: Mapping[str, Member], power: float) -> tuple[str, ...]:
     """Return the suspects in case this round turns out to be bad.
 
@@ -131,20 +138,14 @@ def suspects_of(plan: RoundPlan, members: Mapping[str, Member], power: float) ->
     def is_suspect(one: PlanMember) -> bool:
         member = members[one.peer]
         is_new = (credited and not member.has_credit) or (older and not member.rounds_committed)
-        return is_new or total_norm(one.norms) > _NEAR * norm_bound(one, plan.rho, power)
+        return is_new or nears_bound(one, plan.rho, power)
 
     return tuple(one.peer for one in plan.members if is_suspect(one))
 
 
-def weighted_median(values: Iterable[tuple[float, int]]) -> float:
-    """Return the lower weighted median of (value, weight); 0 of none."""
-    ordered = sorted(values)
-    left = sum(weight for _, weight in ordered) / 2
-    for value, weight in ordered:
-        left -= weight
-        if left <= 0:
-            return value
-    return 0.0
+def usual_tokens(past: Sequence[CommittedRound]) -> int:
+    """Return the usual size of a round."""
+    return median_low([one.tokens for one in past[-REMEMBERED_ROUNDS:]] or [0])
 
 
 def usual_loss(past: Sequence[CommittedRound], loss: float | None) -> float | None:

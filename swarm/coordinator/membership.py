@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
-from shoal.swarm.coordinator.events import MemberJoined, MemberKept, MemberLost
+from shoal.swarm.coordinator.events import MemberJoined, MemberKept, MemberLost, PeerBanned
+from shoal.swarm.coordinator.trust import counting, forfeit_credit, weightiest
 from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.types import (
     MAX_MEMBERS,
@@ -28,9 +29,6 @@ _FIRST_BAR, _LONGEST_BAR = 4, 64
 
 _FIRST_SUSPENSION, _LONGEST_SUSPENSION = 8, 1024
 """Rounds of a member's first suspension, and at most."""
-
-CREDIT_ROUNDS = 8
-"""Committed rounds with a member's contribution in them until it has credit."""
 
 _MISSED, _LONGEST_ABSENCE = 2, 64
 """Rounds in a row without a member's contribution until it is left out, and for how many at most."""
@@ -55,7 +53,9 @@ class Member:
     ``tokens_ahead``: done for the next round already, while this one is averaged (``overlap``). ``bandwidth_bps``: what
     is believed of its link, 0 for unknown, whatever it claims. ``failures``: how often it did not deliver
     what others had to get from it; for the next ``barred_rounds`` committed rounds that it takes part in, it owns
-    nothing. ``pace_tps``: the tokens a second that it was seen to commit. ``missed``: rounds in a row whose mean
+    nothing. ``credit``: for its committed work, which decays, ``credit_rounds``: rounds in which it earned any, and
+    ``has_credit``: whether that is enough for its reports to decide (``trust.py``). ``pace_tps``: the tokens a second
+    that it was seen to commit. ``missed``: rounds in a row whose mean
     lacks its contribution; ``absences``: how often it was left out for that, less what it has delivered since;
     ``out_until``: the first round that it may work for again. ``kept``: states that it could go back to;
     ``joined_version`` and ``seen_version``: the run's anchor version when its process joined, or came back after newer
@@ -88,6 +88,9 @@ class Member:
     bandwidth_bps: float = 0.0
     tokens_committed: int = 0
     rounds_committed: int = 0
+    credit: int = 0
+    credit_rounds: int = 0
+    has_credit: bool = False
     pace_tps: float = 0.0
     missed: int = 0
     absences: int = 0
@@ -120,11 +123,6 @@ class Member:
     def has_begun(self) -> bool:
         """Whether the member has reported anything but that it is alive."""
         return self.anchor_version is not None or bool(self.kept) or self.headway != Headway()
-
-    @property
-    def has_credit(self) -> bool:
-        """Whether enough of the member's work was committed for its reports to decide."""
-        return self.rounds_committed >= CREDIT_ROUNDS
 
     @property
     def is_trainer(self) -> bool:
@@ -200,7 +198,7 @@ class Membership:
     )
     """The roster's last versions, and the peer that joined or left in each."""
     _states: int = field(default=0, compare=False)
-    """Number of changes of members' states, and of committed rounds."""
+    """Number of changes of members' states and of their credit, and of committed rounds."""
     _remembered: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """Cached results over all members, which every message of every member needs."""
 
@@ -212,6 +210,8 @@ class Membership:
             member.invite = event.invite or earlier.invite
             member.tokens_committed = earlier.tokens_committed
             member.rounds_committed = earlier.rounds_committed
+            member.credit, member.credit_rounds = earlier.credit, earlier.credit_rounds
+            member.has_credit = earlier.has_credit
             member.last_tokens = earlier.last_tokens
             member.clipped_rounds, member.worked_version = earlier.clipped_rounds, earlier.worked_version
             member.suspended_until, member.suspensions = earlier.suspended_until, earlier.suspensions
@@ -377,6 +377,22 @@ class Membership:
             ("with credit",), lambda: {peer: member for peer, member in self.trainers().items() if member.has_credit}
         )
 
+    def forfeit_credit(self, banned: PeerBanned) -> None:
+        """Take all credit away from members that the host has banned."""
+        for peer, member in self.members.items():
+            if peer == banned.peer or (banned.network and member.network == banned.network):
+                forfeit_credit(member)
+        self._states += 1
+
+    def credit_shares(self) -> Mapping[str, float]:
+        """Return the share of each live trainer with credit in all their credit: of what is decided by credit."""
+
+        def answer() -> Mapping[str, float]:
+            total = sum(member.credit for member in self.with_credit().values())
+            return {peer: member.credit / total for peer, member in self.with_credit().items()}
+
+        return self._remember(("credit shares",), answer)
+
     def holder(self, curve_key: bytes) -> str | None:
         """Return the live member whose process holds this key, if any."""
         holders = self._remember(
@@ -422,6 +438,7 @@ class Membership:
         """Return the members for a status, live ones first, as many as a message has room for."""
         synced = self.synced(anchor_version, digest)
         total = sum(member.tokens_committed for member in self.members.values())
+        credit = self.credit_shares()
         recorded = [(peer, member) for peer, member in self.members.items() if member.entry.role != "observer"]
         recorded.sort(key=lambda one: not one[1].alive)
         told = {peer: member.trouble for peer, member in recorded if member.trouble}
@@ -438,6 +455,7 @@ class Membership:
                 tokens_per_s=member.tokens_per_s,
                 tokens_committed=member.tokens_committed,
                 share=member.tokens_committed / total if total else 0.0,
+                credit=credit.get(peer, 0.0),
                 loss=member.loss,
                 bytes_sent=member.bytes_sent,
                 bytes_received=member.bytes_received,
@@ -454,32 +472,3 @@ def _progress(of: Member | PeerToCoordinatorHeartbeat) -> tuple[Any, ...]:
     """Return the reported values that change while a member makes progress."""
     state = of.anchor_version, of.state_digest, of.kept, of.headway
     return *state, of.activity, of.chunks_moved, of.bytes_received, of.tokens_done
-
-
-def counting(members: Mapping[str, Member], peers: Iterable[str]) -> list[str]:
-    """Return the peers whose reports decide: those with credit, or all where none of them has any."""
-    peers = list(peers)
-    return [peer for peer in peers if members[peer].has_credit] or peers
-
-
-def weights_of(members: Mapping[str, Member]) -> dict[str, int]:
-    """Return the weight of each member's reports: the committed tokens of members with credit.
-
-    While nobody has credit, its committed rounds, as claims of much work prove nothing yet; before any round, 1."""
-    recorded = {peer: one.tokens_committed if one.has_credit else 0 for peer, one in members.items()}
-    for work in (recorded, {peer: one.rounds_committed for peer, one in members.items()}):
-        if any(work.values()):
-            return work
-    return dict.fromkeys(members, 1)
-
-
-def weightiest(digests: Mapping[str, bytes | None], members: Mapping[str, Member]) -> bytes | None:
-    """Return the digest with most of the work behind it, from ``digests`` by peer; None where there is none.
-
-    Of equals the one that most peers report, then the smallest, so that any two judges agree."""
-    said = {peer: digest for peer, digest in digests.items() if digest is not None}
-    work = weights_of({peer: members[peer] for peer in said})
-    heads, behind = Counter(said.values()), Counter[bytes]()
-    for peer, digest in said.items():
-        behind[digest] += work[peer]
-    return min(heads, key=lambda digest: (-behind[digest], -heads[digest], digest), default=None)

@@ -201,6 +201,9 @@ class PipelineRun:
                     self.version += 1
             case _ if isinstance(event, ev.AccessEvent):
                 self.admission.access_list.apply(event)
+                if isinstance(event, ev.PeerBanned):
+                    for scope in self.scopes:
+                        scope.membership.forfeit_credit(event)
             case ev.AccessRecorded():
                 pass  # for people
             case ev.PipelineSnapshot():
@@ -212,7 +215,9 @@ class PipelineRun:
         """Return the reasons to keep a member: its work in any of the stages, and its place there."""
         standings = [scope.standing(peer) for scope in self.scopes]
         has_credit = any(one.has_credit for one in standings)
-        return Standing(has_credit, max((one.rounds for one in standings), default=0), peer in self.spans)
+        rounds = max((one.rounds for one in standings), default=0)
+        credit = max((one.credit for one in standings), default=0.0)
+        return Standing(has_credit, rounds, credit, peer in self.spans)
 
     def _left_traces(self, peer: str) -> bool:
         return peer in self.former or any(peer in scope.membership.members for scope in self.scopes)
@@ -709,6 +714,7 @@ def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
             "tokens_per_s": 0.0 if run.phase == "waiting" else max((one.tokens_per_s for one in working), default=0.0),
             "tokens_committed": committed[one.peer],
             "share": committed[one.peer] / total if total else 0.0,
+            "credit": run.standing(one.peer).credit,
         }
         told.append(one.model_copy(update=update))
     return tuple(told)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import msgpack
 
-from shoal.swarm.coordinator.membership import Member, counting
+from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.trust import counting
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import StorageError
 from shoal.swarm.sample_ranges import Ranges

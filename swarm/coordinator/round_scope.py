@@ -30,14 +30,15 @@ from shoal.swarm.coordinator.influence import (
     bounded,
     exceeds,
     level_of,
+    nears_bound,
     power_of,
     suspects_of,
     usual_loss,
-    weighted_median,
+    usual_tokens,
 )
 from shoal.swarm.coordinator.lease_ledger import LeaseLedger, RetrainedSamples, coverage_of, epochs_covered
 from shoal.swarm.coordinator.leasing import Leasing
-from shoal.swarm.coordinator.membership import Member, Membership, counting
+from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.model_check import adds_to, check_model
 from shoal.swarm.coordinator.rollback import (
     CommittedRound,
@@ -66,8 +67,12 @@ from shoal.swarm.coordinator.trust import (
     Accusations,
     Punctuality,
     accusations_of,
+    counting,
     credit_of,
+    earn_credit,
+    median_weights,
     pace_after,
+    weighted_median,
 )
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
@@ -261,6 +266,8 @@ class RoundScope:
                 self._end_round(event)
             case _ if isinstance(event, ev.AccessEvent):
                 self.admission.access_list.apply(event)
+                if isinstance(event, ev.PeerBanned):
+                    self.membership.forfeit_credit(event)
             case ev.LossRose() | ev.AccessRecorded():
                 pass  # for people
             case ev.EpochsCovered():
@@ -289,7 +296,9 @@ class RoundScope:
     def standing(self, peer: str) -> Standing:
         """Return the reasons to keep a member."""
         member = self.membership.members.get(peer)
-        return Standing(member.has_credit, member.rounds_committed) if member else Standing(False, 0)
+        if member is None:
+            return Standing(False, 0)
+        return Standing(member.has_credit, member.rounds_committed, self.membership.credit_shares().get(peer, 0.0))
 
     def _begin_averaging(self, event: ev.RoundPlanned) -> None:
         self.round.phase = "averaging"
@@ -316,7 +325,7 @@ class RoundScope:
             self.membership.members[peer].fail()
         if verdict.committed:
             self._learn_paces(verdict, lasted_s)
-            self._commit(verdict, event.lost, took_s)
+            self._commit(event, took_s)
             self._carry(verdict, event.carrying)
             for peer in committed.difference(event.lost, event.missing):
                 self.membership.members[peer].deliver()
@@ -377,8 +386,8 @@ class RoundScope:
         credited = self.membership.with_credit()
         return not credited or peer in credited
 
-    def _commit(self, verdict: Verdict, lost: tuple[str, ...], took_s: float) -> None:
-        plan = verdict.plan
+    def _commit(self, event: ev.VerdictGiven, took_s: float) -> None:
+        verdict, lost, plan = event.verdict, event.lost, event.verdict.plan
         assert plan is not None
         self.anchor_version = verdict.anchor_version
         self._forget_agreement()
@@ -387,7 +396,7 @@ class RoundScope:
         self.loss = verdict.loss if verdict.loss is not None else self.loss
         ranges = {one.peer: self.round.ranges[one.peer] for one in plan.members}
         members, power = self.membership.members, power_of(self.run)
-        level = level_of(plan.members, counting(members, (one.peer for one in plan.members)), power)
+        level = level_of(plan.members, members, power)
         suspects = tuple(peer for peer in suspects_of(plan, members, power) if peer not in lost)
         self.retrained.lose([one for peer in lost for one in ranges.pop(peer)])
         for planned in plan.members:
@@ -400,6 +409,13 @@ class RoundScope:
                 member.clipped_rounds += exceeds(planned, plan.rho, power)
                 member.last_tokens = planned.weight_tokens
                 member.worked_s = self.log.now_s
+        # Not for what is not in the mean, nor for what is as large as is just let through. Of a round with a void part
+        # everybody carries something on.
+        is_whole = None not in verdict.digests
+        unproven = {*lost, *event.missing, *(event.carrying if is_whole else ())}
+        unproven |= {one.peer for one in plan.members if nears_bound(one, plan.rho, power)}
+        earning = {one.peer: one.weight_tokens for one in plan.members if one.peer not in unproven}
+        earn_credit(members, earning, max(verdict.tokens, usual_tokens(self.history.rounds)))
         # Time beyond the round's limit was time without members.
         took_s = min(took_s, self.run.round.max_s)
         merged = tuple(merge(one for mine in ranges.values() for one in mine))
@@ -971,11 +987,13 @@ class RoundScope:
         members = self.membership.members
         plan = bounded(plan, self.run, self.history.rounds, members)
         peers = [member.peer for member in plan.members]
-        losses = [(ready[peer].loss, ready[peer].weight_tokens) for peer in counting(members, peers)]
-        known = [(loss, weight) for loss, weight in losses if loss is not None]
+        counted = {peer: ready[peer].weight_tokens for peer in counting(members, peers)}
+        losses = {peer: loss for peer in counted if (loss := ready[peer].loss) is not None}
+        weights = median_weights(members, counted)
         ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
-        median_loss = weighted_median(known) if known else None
-        return ev.RoundPlanned(plan=plan, ranges=ranges, loss=weighted_mean(known), median_loss=median_loss)
+        loss = weighted_mean([(loss, counted[peer]) for peer, loss in losses.items()])
+        median_loss = weighted_median([(loss, weights[peer]) for peer, loss in losses.items()]) if losses else None
+        return ev.RoundPlanned(plan=plan, ranges=ranges, loss=loss, median_loss=median_loss)
 
     def _plan_of(self, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:
         self._measure()

@@ -1,19 +1,42 @@
-"""Trust in members: samples that each may hold, accusations that count, owners of parts, members waited for.
+"""Trust in members: credit for committed work, samples that each may hold, accusations that count, owners of parts,
+members waited for.
 
-A member has credit once enough of its work was committed (``Member.has_credit``). Members with credit, where there
-are any, decide what affects everybody; one without credit has a bounded effect. All rules are here or in ``Member``.
-"""
+A member has credit once enough of its work was committed, and as long as it goes on working. Members with credit, where
+there are any, decide what affects everybody; one without credit has a bounded effect."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.events import Accusation
-from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.types import MAX_DETOURS
+
+if TYPE_CHECKING:
+    from shoal.swarm.coordinator.membership import Member
+
+CREDIT_ROUNDS = 8
+"""Committed rounds in which a member has to earn credit before it counts."""
+
+_ROUND = 10**9
+"""Credit for all the work of one round. Whole numbers, so that a replay of the journal on any machine gives the same.
+"""
+
+_KEPT = 978_572
+"""Millionths of a member's credit that are left after one more committed round: half of it after 32 rounds. A machine
+that is away for 32 rounds still weighs half of what it did; what somebody did long ago soon decides nothing."""
+
+_SLOWEST = 40
+"""A member with less than a fortieth of the usual member's credit counts as one without: one that works at a twentieth
+of the usual speed gets there within a half-life, one that only takes part never does."""
+
+_HEADS = 2
+"""Most members with credit from one network, for each usual member's worth of credit that its members have together.
+A network of equal machines has as many as it has machines, and one with a single machine behind many identities two."""
 
 GROWTH = 2.0
 """Factor on the committed pace up to which a member may lease: honest members ask for less, and one that has become
@@ -36,6 +59,97 @@ _IN_VAIN = 2
 
 _MOST_IN_VAIN = 7
 """Most doublings of the rounds in which it is not waited for."""
+
+
+# Credit -----------------------------------------------------------------------------------------------------
+
+
+def earn_credit(members: Mapping[str, Member], tokens: Mapping[str, int], round_tokens: int) -> None:
+    """Let credit decay by one committed round, give the members their shares of this round, and decide who has credit.
+
+    ``tokens``: of the contributions that earn credit, by peer; ``round_tokens``: of the whole round, or of a usual one
+    if this was smaller, so that a few who commit small rounds while others are away do not earn whole ones."""
+    for peer, member in members.items():
+        member.credit = member.credit * _KEPT // 10**6
+        if peer in tokens:
+            member.credit += _ROUND * tokens[peer] // max(round_tokens, 1)
+            member.credit_rounds += 1
+    _decide_credit(members)
+
+
+def forfeit_credit(member: Member) -> None:
+    """Take all credit away from a member that is expelled: if it comes back, it begins as a newcomer."""
+    member.credit = member.credit_rounds = 0
+    member.has_credit = False
+
+
+def _decide_credit(members: Mapping[str, Member]) -> None:
+    """Decide who has credit: members with enough of it, in each network as many as its work is worth.
+
+    What is usual is the credit of the member in the middle of all credit, which identities without work do not move.
+    Of one network those with the most credit come first. A member of an unknown network is a network of its own."""
+    usual = int(weighted_median([(one.credit, one.credit) for one in members.values() if one.credit]))
+    network_of = {peer: one.network or peer for peer, one in members.items()}
+    together, heads = Counter[str](), Counter[str]()
+    for peer, one in members.items():
+        together[network_of[peer]] += one.credit
+    for peer, one in sorted(members.items(), key=lambda item: (-item[1].credit, item[0])):
+        network = network_of[peer]
+        is_proven = one.credit_rounds >= CREDIT_ROUNDS and one.credit > 0 and _SLOWEST * one.credit >= usual
+        one.has_credit = is_proven and heads[network] < max(1, _HEADS * together[network] // usual)
+        heads[network] += one.has_credit
+
+
+def credit_of(members: Mapping[str, Member], peers: Iterable[str]) -> dict[str, int]:
+    """Return the credit of those of these peers that have any."""
+    return {peer: one.credit for peer in peers if (one := members.get(peer)) is not None and one.has_credit}
+
+
+def counting(members: Mapping[str, Member], peers: Iterable[str]) -> list[str]:
+    """Return the peers whose reports decide: those with credit, or all where none of them has any."""
+    peers = list(peers)
+    return [peer for peer in peers if members[peer].has_credit] or peers
+
+
+def weights_of(members: Mapping[str, Member]) -> dict[str, int]:
+    """Return the weight of each member's reports: its credit, if it has any.
+
+    While nobody has credit, its committed rounds, as claims of much work prove nothing yet; before any round, 1."""
+    credit = {peer: one.credit if one.has_credit else 0 for peer, one in members.items()}
+    for weights in (credit, {peer: one.rounds_committed for peer, one in members.items()}):
+        if any(weights.values()):
+            return weights
+    return dict.fromkeys(members, 1)
+
+
+def median_weights(members: Mapping[str, Member], tokens: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the weights of a round's members in a median: their credit, whatever they did in this round.
+
+    Their ``tokens`` while none of them has credit, as only leases stand behind those."""
+    return credit_of(members, tokens) or tokens
+
+
+def weightiest(digests: Mapping[str, bytes | None], members: Mapping[str, Member]) -> bytes | None:
+    """Return the digest with most of the weight behind it, from ``digests`` by peer; None where there is none.
+
+    Of equals the one that most peers report, then the smallest, so that any two judges agree."""
+    said = {peer: digest for peer, digest in digests.items() if digest is not None}
+    weights = weights_of({peer: members[peer] for peer in said})
+    heads, behind = Counter(said.values()), Counter[bytes]()
+    for peer, digest in said.items():
+        behind[digest] += weights[peer]
+    return min(heads, key=lambda digest: (-behind[digest], -heads[digest], digest), default=None)
+
+
+def weighted_median(values: Iterable[tuple[float, int]]) -> float:
+    """Return the lower weighted median of (value, weight); 0 of none."""
+    ordered = sorted(values)
+    left = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        left -= weight
+        if left <= 0:
+            return value
+    return 0.0
 
 
 # Leases -----------------------------------------------------------------------------------------------------
@@ -113,11 +227,6 @@ def newcomers_tokens(credited: Iterable[Member], goal_tokens: int, open_s: float
 # Accusations ------------------------------------------------------------------------------------------------
 
 
-def credit_of(members: Mapping[str, Member], peers: Iterable[str]) -> dict[str, int]:
-    """Return the committed tokens of those of these peers that have credit."""
-    return {peer: one.tokens_committed for peer in peers if (one := members.get(peer)) is not None and one.has_credit}
-
-
 def outvotes(accusers: Collection[str], accused: str, present: Collection[str], work: Mapping[str, int]) -> bool:
     """Whether enough members accuse one: two, where there could be two, with more than half of the credit.
 
@@ -182,13 +291,13 @@ def owners(members: Mapping[str, Member], peers: Sequence[str], least: int) -> l
     """Return for each of these peers whether it may own parts: those with credit that are reachable, if any.
 
     An owner that has failed before may do better than none; one that cannot be reached will not. ``least``: the owners
-    that a grid needs: if fewer have credit, those without that have committed most are added."""
+    that a grid needs: if fewer have credit, those without that have earned most are added."""
     able = [peer for peer in peers if members[peer].can_own] or [peer for peer in peers if members[peer].can_be_reached]
     credited = [peer for peer in able if members[peer].has_credit]
     if not credited:
         credited = [peer for peer in peers if members[peer].has_credit and members[peer].can_be_reached]
     chosen = set(credited or able)
-    newcomers = sorted((peer for peer in able if peer not in chosen), key=lambda peer: -members[peer].tokens_committed)
+    newcomers = sorted((peer for peer in able if peer not in chosen), key=lambda peer: -members[peer].credit)
     chosen.update(newcomers[: max(0, least - len(chosen))])
     return [peer in chosen for peer in peers]
 

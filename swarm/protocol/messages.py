@@ -464,8 +464,9 @@ class CoordinatorToHostInvites(Message):
 
 class MemberAccess(Record):
     """A peer as ``shoal members`` shows it. ``invite``: the id of the one that let it in; ``since_s``: Unix time of its
-    last join, 0 for never; ``rounds``: committed ones with its work, of which enough give credit; ``state``: what it
-    does, or why it left; ``allowed``: whether it is on the host's list."""
+    last join, 0 for never; ``rounds``: committed ones with its work; ``has_credit``: whether that counts by now, and
+    ``credit``: its share of the credit of all that are here; ``state``: what it does, or why it left; ``allowed``:
+    whether it is on the host's list."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -477,6 +478,7 @@ class MemberAccess(Record):
     network: Annotated[str, Field(max_length=255)]
     rounds: Count
     has_credit: bool
+    credit: Annotated[float, Field(ge=0, le=1)]
     banned: bool
     banned_network: Annotated[str, Field(max_length=255)]
     allowed: bool

@@ -341,7 +341,8 @@ class Delivery(Record):
 class MemberStatus(Record):
     """One member in ``shoal status``.
 
-    ``share``: of all committed tokens, 0 to 1. ``stages``: the first and the last one that it was assigned, in a
+    ``share``: of all committed tokens, 0 to 1; ``credit``: of the credit of all that are here, which is its weight in
+    what they decide, 0 for a newcomer. ``stages``: the first and the last one that it was assigned, in a
     pipeline. ``left``: why it left; ``trouble``: the error that made it leave. ``clipped``: rounds in which its
     contribution was above its bound. ``suspended_rounds``: rounds for which its work still does not count, as the run
     was rolled back behind rounds that it may have spoilt."""
@@ -356,6 +357,7 @@ class MemberStatus(Record):
     tokens_per_s: Rate
     tokens_committed: Count
     share: Annotated[float, Field(ge=0, le=1)]
+    credit: Annotated[float, Field(ge=0, le=1)]
     loss: Loss | None
     bytes_sent: Count
     bytes_received: Count

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.integration.harness import ROUNDS_S, Host, Member, eventually
 
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
+from shoal.swarm.coordinator.trust import CREDIT_ROUNDS
 from shoal.swarm.protocol.rounds import Verdict
 
 ROUND_S = 1.0

@@ -76,6 +76,7 @@ def member(**fields: Any) -> MemberAccess:
         "network": "203.0.113.0/24",
         "rounds": 12,
         "has_credit": True,
+        "credit": 0.254,
         "banned": False,
         "banned_network": "",
         "allowed": False,
@@ -86,8 +87,18 @@ def member(**fields: Any) -> MemberAccess:
 
 def test_members_are_shown_with_what_the_host_decided() -> None:
     lines = shown(members_table([member(), member(banned=True, note="noise"), member(role="", name="", allowed=True)]))
-    for words in (PEER, "training", "203.0.113.0/24", "banned: noise", "allowed", "abcdefgh"):
+    for words in (
+        PEER,
+        "training",
+        "203.0.113.0/24",
+        "banned: noise",
+        "allowed",
+        "abcdefgh",
+        "credit 25%",
+        "credit: weight",
+    ):
         assert words in lines
+    assert "new" in shown(members_table([member(has_credit=False, credit=0.0)])).partition("credit: weight")[0]
 
 
 def test_records_are_one_line_where_there_is_little_to_say() -> None:

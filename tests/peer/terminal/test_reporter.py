@@ -92,6 +92,7 @@ def make_status() -> CoordinatorToPeerStatus:
             tokens_per_s=123_456.0,
             tokens_committed=600_000,
             share=0.5,
+            credit=1.0 if alive else 0.0,
             loss=2.3,
             bytes_sent=123_456_789,
             bytes_received=987_654_321,

@@ -23,7 +23,6 @@ from shoal.swarm.coordinator.access import (
     Buckets,
     choose_evicted,
 )
-from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
 from shoal.swarm.errors import NotAdmitted, RunEnded, Superseded, TryLater
 from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease
 from shoal.swarm.protocol.run_file import AccessSection
@@ -204,8 +203,9 @@ class Admissions:
             self.scope.admission.join(known, CPU, self.world.now_s, network)
         return peer
 
-    def wins_record(self, peer: str) -> None:
-        self.scope.membership.members[peer].rounds_committed = CREDIT_ROUNDS
+    def wins_credit(self, peer: str) -> None:
+        member = self.scope.membership.members[peer]
+        member.credit, member.has_credit = 1, True
 
     def flood(self, first: int, count: int, network: str = NEAR) -> int:
         """How many of so many strangers got in."""
@@ -222,7 +222,7 @@ class Admissions:
 def test_a_flood_of_strangers_keeps_out_neither_members_nor_records_nor_other_networks() -> None:
     door = Admissions()
     member, recorded = door.come(1), door.come(2)
-    door.wins_record(recorded)
+    door.wins_credit(recorded)
     door.machine.scope.admission.leave(recorded, "done", door.world.now_s)
     assert door.flood(10, 200) == 60 - 2
     assert door.come(1, process=1) == member
@@ -291,7 +291,7 @@ def test_who_has_credit_takes_no_newcomers_place_and_makes_room_for_two_of_them(
     with pytest.raises(TryLater, match=r"has 3 members without credit from the network 10\.0\.0\.0/24"):
         door.come(4)
     for peer in peers:
-        door.wins_record(peer)
+        door.wins_credit(peer)
     assert door.flood(4, 10) == 3
     assert limits().newcomers(0) == 128
     assert limits().newcomers(100) == 200
@@ -366,11 +366,12 @@ def test_the_word_of_a_newcomer_is_believed_for_a_day() -> None:
     assert world.now_s > 86_400
 
 
-def test_neither_records_nor_guests_are_idle() -> None:
+def test_neither_members_with_credit_nor_guests_are_idle() -> None:
     world = World(run_file())
     world.scope.admission.join(entry(0), CPU, world.now_s)
     world.scope.admission.join(entry(1, role="observer"), CPU, world.now_s)
-    world.scope.membership.members[entry(0).peer].rounds_committed = CREDIT_ROUNDS
+    member = world.scope.membership.members[entry(0).peer]
+    member.credit, member.has_credit = 1, True
     for _ in range(int(12 * IDLE_S)):
         for number in (0, 1):
             world.scope.heartbeat(entry(number).peer, heartbeat(anchor_version=None, state_digest=None), world.now_s)

@@ -7,7 +7,7 @@ from tests.swarm.coordinator.test_round_scope import until
 from tests.swarm.coordinator.world import CPU, INITIAL, SIGNER, World, entry, next_state, peer_name, run_file
 
 from shoal.swarm.coordinator.agreement import StateClaims, clear_digest, deciders
-from shoal.swarm.coordinator.membership import CREDIT_ROUNDS, Member
+from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.verdict_chain import check_agreement
 
@@ -18,7 +18,7 @@ def known(*work: int, joined: tuple[int, ...] = ()) -> dict[str, Member]:
     """Members with that committed work; those with any have credit."""
     found = {peer_name(number): Member(entry(number), CPU, 0.0) for number in range(len(work))}
     for member, tokens in zip(found.values(), work, strict=True):
-        member.tokens_committed, member.rounds_committed = tokens, CREDIT_ROUNDS if tokens else 0
+        member.credit, member.has_credit = tokens, tokens > 0
     for member, version in zip(found.values(), joined, strict=False):
         member.joined_version = version
     return found

@@ -6,7 +6,7 @@ from tests.swarm.coordinator.world import INITIAL, Worker, World, run_file
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.divergence import Setback
-from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
+from shoal.swarm.coordinator.trust import CREDIT_ROUNDS
 from shoal.swarm.protocol.types import KeptState
 
 

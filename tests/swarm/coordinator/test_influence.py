@@ -16,10 +16,9 @@ from shoal.swarm.coordinator.influence import (
     norm_bound,
     suspects_of,
     usual_loss,
-    weighted_median,
 )
-from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
 from shoal.swarm.coordinator.rollback import CommittedRound
+from shoal.swarm.coordinator.trust import CREDIT_ROUNDS, weighted_median
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile

@@ -4,8 +4,8 @@ import pytest
 from tests.swarm.coordinator.world import INITIAL, Worker, World, next_state, peer_name, run_file
 
 from shoal.swarm.coordinator import events as ev
-from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
 from shoal.swarm.coordinator.rollback import CommittedRound, History
+from shoal.swarm.coordinator.trust import CREDIT_ROUNDS
 from shoal.swarm.errors import StorageError
 from shoal.swarm.protocol.types import KeptState
 from shoal.swarm.sample_ranges import count, merge

@@ -4,10 +4,10 @@ import pytest
 from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer_name, report
 
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost
-from shoal.swarm.coordinator.membership import CREDIT_ROUNDS as R
-from shoal.swarm.coordinator.membership import Member, Membership, weightiest
+from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.round_plan import PlanRules, plan_round
 from shoal.swarm.coordinator.round_rules import Goal, Work, closing_moment, judge, weighted_mean
+from shoal.swarm.coordinator.trust import weightiest
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
 from shoal.swarm.protocol.rounds import RoundPlan
@@ -151,19 +151,21 @@ def test_only_members_with_the_agreed_state_are_planned() -> None:
 
 
 def test_the_state_is_what_most_of_the_work_says_and_of_equals_the_smallest_digest() -> None:
-    def agreed(*digests: bytes | None, rounds: tuple[int, ...] = (), tokens: tuple[int, ...] = ()) -> bytes | None:
+    def agreed(*digests: bytes | None, rounds: tuple[int, ...] = (), credit: tuple[int, ...] = ()) -> bytes | None:
         members = {peer_name(number): Member(entry(number), CPU, 0.0) for number in range(len(digests))}
-        for member, done, worked in zip(members.values(), rounds, tokens, strict=False):
-            member.rounds_committed, member.tokens_committed = done, worked
+        for member, earned in zip(members.values(), credit, strict=False):
+            member.credit, member.has_credit = earned, True
+        for member, done in zip(members.values(), rounds, strict=False):
+            member.rounds_committed, member.credit = done, 10**9 // done
         return weightiest(dict(zip(members, digests, strict=True)), members)
 
     assert agreed(b"b", b"a", b"a", b"b") == b"a"
     assert agreed(b"b", b"b", b"a") == b"b"
     assert agreed(None, b"a", None) == b"a"
     assert agreed(None) is None
-    assert agreed(b"b", b"a", b"a", b"a", rounds=(R, R, R, R), tokens=(96, 1, 1, 1)) == b"b"
-    assert agreed(b"b", b"a", b"a", rounds=(R, R, R), tokens=(2, 1, 1)) == b"a", "as much work, and more of them"
-    assert agreed(b"b", b"a", rounds=(2, 3), tokens=(10**9, 1)) == b"a", "claims of a first round prove nothing"
+    assert agreed(b"b", b"a", b"a", b"a", credit=(96, 1, 1, 1)) == b"b"
+    assert agreed(b"b", b"a", b"a", credit=(2, 1, 1)) == b"a", "as much work, and more of them"
+    assert agreed(b"b", b"a", rounds=(2, 3)) == b"a", "claims of a first round prove nothing"
 
 
 @pytest.mark.parametrize("fault", ["unreachable", "fails"])

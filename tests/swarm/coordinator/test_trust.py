@@ -10,9 +10,11 @@ from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World,
 
 from shoal.swarm.averaging.chunk_header import holders
 from shoal.swarm.coordinator import events as ev
-from shoal.swarm.coordinator.membership import CREDIT_ROUNDS, Member
+from shoal.swarm.coordinator import trust
+from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.round_rules import Judgement, Round, judge, lost_work
 from shoal.swarm.coordinator.trust import (
+    CREDIT_ROUNDS,
     DETOUR_ROUNDS,
     NEWCOMERS_SHARE,
     Accusations,
@@ -99,7 +101,7 @@ def test_uneven_members_keep_their_shares(monkeypatch: pytest.MonkeyPatch, speed
         return [one for one in world.go_on(60) if one.round > SOON]
 
     bounded = played()
-    monkeypatch.setattr(Member, "has_credit", False)
+    monkeypatch.setattr(trust, "CREDIT_ROUNDS", 10**9)
     free = played()
     assert all(one.committed for one in bounded)
     assert sum(one.tokens for one in bounded) == pytest.approx(sum(one.tokens for one in free), rel=0.005)
@@ -116,7 +118,7 @@ def test_uneven_members_of_rounds_with_a_goal_are_no_slower(monkeypatch: pytest.
         return ended[-1].ended_s - ended[SOON].ended_s
 
     bounded_s = lasted_s()
-    monkeypatch.setattr(Member, "has_credit", False)
+    monkeypatch.setattr(trust, "CREDIT_ROUNDS", 10**9)
     assert bounded_s <= 1.02 * lasted_s()
 
 
@@ -438,32 +440,29 @@ def test_accusations_outlive_the_coordinator() -> None:
 # Owners -----------------------------------------------------------------------------------------------------
 
 
-def known(*rounds: int, barred: tuple[int, ...] = (), reachable: bool = True) -> dict[str, Member]:
+def known(*credit: int, barred: tuple[int, ...] = (), reachable: bool = True) -> dict[str, Member]:
     return {
         peer_name(number): Member(
             entry(number, reachable=reachable or number > 1),
             CPU,
             0.0,
-            rounds_committed=of,
-            tokens_committed=number,
+            credit=of or number,
+            has_credit=of > 0,
             barred_rounds=int(number in barred),
         )
-        for number, of in enumerate(rounds)
+        for number, of in enumerate(credit)
     }
-
-
-R = CREDIT_ROUNDS
 
 
 @pytest.mark.parametrize(
     ("members", "least", "who"),
     [
-        (known(R, R, 0, 0), 1, [0, 1]),
-        (known(0, 1, 2, 3), 1, [0, 1, 2, 3]),
-        (known(R, R, 0, 0, barred=(0,)), 1, [1]),
-        (known(R, R, 0, 0, barred=(0, 1)), 1, [0, 1]),
-        (known(R, R, 0, 0, reachable=False), 1, [2, 3]),
-        (known(R, 0, 0, 0, 0), 3, [0, 3, 4]),
+        (known(9, 9, 0, 0), 1, [0, 1]),
+        (known(0, 0, 0, 0), 1, [0, 1, 2, 3]),
+        (known(9, 9, 0, 0, barred=(0,)), 1, [1]),
+        (known(9, 9, 0, 0, barred=(0, 1)), 1, [0, 1]),
+        (known(9, 9, 0, 0, reachable=False), 1, [2, 3]),
+        (known(9, 0, 0, 0, 0), 3, [0, 3, 4]),
     ],
 )
 def test_members_with_a_record_own_the_model(members: dict[str, Member], least: int, who: list[int]) -> None:
@@ -471,7 +470,7 @@ def test_members_with_a_record_own_the_model(members: dict[str, Member], least: 
 
 
 def test_newcomers_stand_in_for_owners() -> None:
-    members = dict(enumerate(known(R, 0, 0).values()))
+    members = dict(enumerate(known(9, 0, 0).values()))
     made = plan({0: 1, 1: 1, 2: 1}, members=members)
     assert made is not None
     assert {(one.owner, one.stand_ins) for one in made.parts} == {(0, (1, 2))}
