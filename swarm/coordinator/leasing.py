@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.events import LeaseGranted
-from shoal.swarm.coordinator.trust import LeaseClock, newcomers_tokens, pace_limit
+from shoal.swarm.coordinator.trust import LeaseClock, newcomers_batch, newcomers_limit, newcomers_tokens, pace_limit
 from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease
 from shoal.swarm.sample_ranges import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
 
@@ -121,13 +121,16 @@ class Leasing:
         assert scope.model is not None
         goal, credited, batch = scope.goal(), scope.membership.with_credit(), scope.run.inner.batch_samples
         open_s = scope.log.now_s - scope.round.opened_s
-        working = scope.working().keys()
-        if goal.exact and (credited.keys().isdisjoint(working) or open_s > goal.max_s / 2):
-            return _NO_LIMIT  # those with credit do not fill the batch
-        tokens = newcomers_tokens(credited.values(), goal.tokens, None if goal.exact else open_s)
+        working, member = scope.working(), scope.membership.members[peer]
+        if goal.exact and credited.keys().isdisjoint(working):
+            return _NO_LIMIT  # nobody with credit is there to fill the batch
+        if goal.exact:
+            tokens = newcomers_batch(goal.tokens, open_s, goal.max_s)
+        else:
+            tokens = newcomers_tokens(credited.values(), goal.tokens, open_s)
         most = int(min(tokens / scope.model.tokens_per_sample, _NO_LIMIT))
-        each = max(batch, most // max(1, len(working - credited.keys())))
+        networks = {one: newcomer.network for one, newcomer in working.items() if one not in credited}
         held = {holder: count(ranges) for holder, ranges in scope.leases.held.items() if holder not in credited}
-        # What one keeps above its own part, from when it was alone, is not taken from the others'.
-        together = sum(min(one, each) for one in held.values())
-        return min(max(batch, most) - together, each - held.get(peer, 0))
+        # When those with credit are late, whoever is there fills the batch.
+        apart = not goal.exact or open_s <= goal.max_s / 2
+        return newcomers_limit(peer, networks | {peer: member.network}, held, most, batch, apart=apart)

@@ -92,16 +92,22 @@ class PossibleRollback:
         return not self.awaited or self.in_s <= 0.0
 
 
+_MOST_WAITS = 4
+"""Most times that the wait for a newer state lasts, whatever progress members report."""
+
+
 class Outage:
     """Time without a holder of the newest state, while a member is here that has an earlier one. Not journaled.
 
     Going back too early costs the undone rounds, too late the time of waiting. So the run waits as long as the rounds
     took, and never pays more than twice the cheaper of the two (ski rental: Karlin, Manasse, Rudolph, Sleator 1988);
-    at least as long as a machine takes to start, and only while a peer is left that may have a newer state."""
+    at least as long as a machine takes to start, and only while a peer is left that may have a newer state. Progress of
+    such a peer starts the wait anew, but not beyond four times its length: it may never have that state."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self._since_s: float | None = None
+        self._began_s = 0.0
 
     def end(self) -> None:
         """Note that a member holds the newest state, or that nobody is here."""
@@ -119,7 +125,8 @@ class Outage:
         if version is None:
             self._since_s = None
             return None
-        self._since_s = now_s if self._since_s is None else self._since_s
+        if self._since_s is None:
+            self._since_s = self._began_s = now_s
         state = (version, history.rounds[version].digest)
         coming = [
             peer
@@ -132,7 +139,7 @@ class Outage:
             version=version,
             keepers=tuple(peer for peer, one in here.items() if state in one.states),
             awaited=(*coming, *absent),
-            in_s=self._since_s + wait_s - now_s,
+            in_s=min(self._since_s + wait_s, self._began_s + _MOST_WAITS * wait_s) - now_s,
         )
 
     def saw_progress(self, now_s: float, member: Member, history: History) -> None:
@@ -144,6 +151,7 @@ class Outage:
         """Exclude a time in which the coordinator stood still: nobody was late."""
         if self._since_s is not None:
             self._since_s += seconds
+            self._began_s += seconds
 
 
 def _may_finish(member: Member, history: History) -> bool:

@@ -132,9 +132,9 @@ def left_out(
 ) -> tuple[str, ...]:
     """Return members whose contribution is not in every chunk of a round without void parts, in the plan's order.
 
-    Members that hold all committed bytes know who is missing in them. Two of them have to report it, or, where any has
-    credit (``work``), those with more than half of the credit. If nobody holds them all, every report is
-    believed, for samples are better trained on twice than never."""
+    Members that hold all committed bytes know who is missing in them. Most of them have to report it, or, where any has
+    credit (``work``), those with more than half of the credit. If nobody holds them all, every report is believed, for
+    samples are better trained on twice than never."""
     if ended.plan is None:
         return ()
     holders = {peer: report for peer, report in ended.reports.items() if report.digests == digests}
@@ -143,7 +143,7 @@ def left_out(
     for peer, report in (holders or ended.reports).items():
         for index in set(report.dropped):
             said[index] += credited.get(peer, 0) if credited else 1
-    needed = sum(credited.values()) // 2 + 1 if credited else min(2, max(1, len(holders)))
+    needed = (sum(credited.values()) if credited else len(holders)) // 2 + 1
     return tuple(ended.plan.members[index].peer for index in sorted(said) if said[index] >= needed)
 
 
@@ -178,16 +178,15 @@ def judge(
     """Return the verdict, or None while it is worth waiting.
 
     Of each part those bytes are committed that most live members hold, if two of them do (one, if it is the last), so
-    that the next death does not take committed bytes away; a part without such bytes is void. ``work``: of the members
-    with credit, what was committed of each. Where any of them is here, it is they who decide: those bytes are kept
-    that members with more than half of their work hold, whoever has reported yet; two members again, unless one alone
-    has credit.
+    that the next death does not take committed bytes away; a part without such bytes is void. ``work``: the credit of
+    those members that have any. Where any of them is here, it is they who decide: those bytes are kept that members
+    with more than half of their credit hold, whoever has reported yet; two members again, unless one alone has credit.
 
     Committed when any part
     is, or, of a ``whole`` round, when all are. Waits for all live members of the plan, or until ``overdue``; those who
     only lack what others hold can fetch it later: ``enough`` (time for the others' sake) ends the wait for them.
-    Owners are put out of office, and members counted as missing, by that work as well (``trust.outvotes``); missing is
-    also who was here and did not report until the round was overdue.
+    Owners are put out of office, and members counted as missing, by that credit as well (``trust.outvotes``);
+    missing is also who was here and did not report until the round was overdue.
     """
     heard = {peer: report for peer, report in reports.items() if peer in live}
     present = [member.peer for member in plan.members if member.peer in live]
@@ -197,7 +196,6 @@ def judge(
     credited = work.keys() & set(present)
     all_work = sum(work[peer] for peer in credited)
     digests: list[bytes | None] = []
-    failed: set[str] = set()
     accusers: defaultdict[str, set[str]] = defaultdict(set)
     for index, part in enumerate(plan.parts):
         held = Counter(one for one in (report.digests[index] for report in heard.values()) if one is not None)
@@ -214,11 +212,7 @@ def judge(
             return None
         digests.append(kept)
         owner = plan.members[part.owner].peer
-        if not credited:
-            # A single member with other bytes may have made them up; with two, the owner is the likelier source.
-            if kept is None or held.total() - holders >= 2:
-                failed.add(owner)
-        elif kept is None:
+        if kept is None:
             accusers[owner].update(peer for peer, report in heard.items() if report.digests[index] != digest)
             accusers[owner].update(heard if digest is None else ())
         elif len(held) > 1:
@@ -231,7 +225,12 @@ def judge(
     for peer, accused in accused_by.items():
         for one in accused:
             accusers[one].add(peer)
-    failed.update(peer for peer in accusers if outvotes(accusers[peer] - {peer}, peer, present, work))
+    index_of = {member.peer: index for index, member in enumerate(plan.members)}
+    failed = {
+        peer
+        for peer, by in accusers.items()
+        if any(outvotes(by, peer, judges, work) for judges in _judges(plan, index_of[peer], present, credited))
+    }
     undelivered = set(_missing(plan, heard, work))
     ended = Judgement(
         failed=tuple(sorted(failed)),
@@ -243,6 +242,19 @@ def judge(
     troubles = sorted({report.trouble for report in heard.values() if report.trouble})
     why = f"; {troubles[0]}" if troubles else ""
     return replace(ended, reason=f"{void} of {len(plan.parts)} parts did not arrive{why}")
+
+
+def _judges(plan: RoundPlan, member: int, present: list[str], credited: Collection[str]) -> list[list[str]]:
+    """Return the groups of which each can put an owner or row reducer out of office: all, by their credit.
+
+    While nobody has credit they are counted: in a grid then the members of its row, and those of its columns, as the
+    others get nothing from it."""
+    if credited or not plan.columns:
+        return [present]
+    here = set(present)
+    row = [one.peer for one in plan.members if one.row == plan.members[member].row]
+    columns = {plan.members[one].peer for column in plan.columns if member in column for one in column}
+    return [[peer for peer in group if peer in here] for group in (row, sorted(columns))]
 
 
 def _work_behind(
@@ -267,6 +279,8 @@ def _missing(plan: RoundPlan, heard: Mapping[str, PeerToCoordinatorRoundReport],
     for index in sorted(said):
         collecting = {plan.members[one].peer for one in collectors(plan, index)}
         peer, saying = plan.members[index].peer, said[index] & collecting
-        if saying and 2 * len(saying) > len(collecting) and outvotes(saying, peer, collecting, work):
+        # Of a single collector the word counts while nobody has credit, or a whole batch would wait for ever.
+        is_most = 2 * len(saying) > len(collecting)
+        if is_most and (not work or outvotes(saying, peer, collecting, work)):
             missing.append(peer)
     return missing

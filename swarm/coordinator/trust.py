@@ -212,32 +212,62 @@ def pace_after(member: Member, tokens: int, took_s: float, credited: Mapping[str
     return max(seen_tps, _PACE_KEPT * member.pace_tps)
 
 
-def newcomers_tokens(credited: Iterable[Member], goal_tokens: int, open_s: float | None) -> float:
+def newcomers_tokens(credited: Iterable[Member], goal_tokens: int, open_s: float) -> float:
     """Return the most tokens that all members without credit may hold together after ``open_s`` of a round.
 
-    It grows with the usual pace of members with credit. ``open_s`` None: an exact batch, whose share is known from
-    the start."""
-    most = NEWCOMERS_SHARE * goal_tokens
-    if open_s is None:
-        return most
+    It grows with the usual pace of members with credit."""
     usual_tps = sum(one.pace_tps for one in credited)
-    return min(most, NEWCOMERS_SHARE / (1.0 - NEWCOMERS_SHARE) * usual_tps * open_s)
+    return min(NEWCOMERS_SHARE * goal_tokens, NEWCOMERS_SHARE / (1.0 - NEWCOMERS_SHARE) * usual_tps * open_s)
+
+
+def newcomers_batch(batch_tokens: int, open_s: float, max_s: float) -> float:
+    """Return the most tokens of an exact batch that all members without credit may hold together.
+
+    Their share, known from the start. If those with credit have not filled the batch after half of its time, the share
+    grows, up to the whole batch after three quarters."""
+    late = min(max(4.0 * open_s / max_s - 2.0, 0.0), 1.0)
+    return batch_tokens * (NEWCOMERS_SHARE + (1.0 - NEWCOMERS_SHARE) * late)
+
+
+def newcomers_limit(
+    peer: str, networks: Mapping[str, str], held: Mapping[str, int], most: int, batch: int, *, apart: bool
+) -> int:
+    """Return the samples that a newcomer may still get of the ``most`` for all newcomers; may be negative.
+
+    Each network has the same part, however many come from there, unless ``apart`` is false, and within it each member,
+    but at least a ``batch``. What one keeps above its own part is not taken from the others'. ``networks``: of the
+    newcomers, this one included, empty for unknown; ``held``: what they hold."""
+    network_of = {one: network or one for one, network in networks.items()}
+    heads, mine = Counter(network_of.values()), network_of[peer]
+    part = most // len(heads) if apart else most
+    each = max(batch, part // heads[mine] if apart else part)
+    here, elsewhere = 0, Counter[str]()
+    for holder, samples in held.items():
+        network = network_of.get(holder, holder)
+        if network == mine:
+            here += min(samples, each)
+        else:
+            elsewhere[network] += samples
+    taken = here + sum(min(samples, part) for samples in elsewhere.values())
+    return min(max(batch, part) - here, max(batch, most) - taken, each - held.get(peer, 0))
 
 
 # Accusations ------------------------------------------------------------------------------------------------
 
 
-def outvotes(accusers: Collection[str], accused: str, present: Collection[str], work: Mapping[str, int]) -> bool:
+def outvotes(accusers: Collection[str], accused: str, present: Collection[str], credit: Mapping[str, int]) -> bool:
     """Whether enough members accuse one: two, where there could be two, with more than half of the credit.
 
-    The work is that of all present, the accused included; while nobody has credit, two accusers are enough. So
-    newcomers exclude nobody with credit, and members that did little nobody that did most."""
-    others = [peer for peer in present if peer != accused]
-    if len(accusers) < min(2, len(others)):
+    The credit is that of all present, the accused included. So newcomers exclude nobody with credit, and members that
+    did little nobody that did most. While nobody has credit, most of the others have to accuse it; of two members
+    neither excludes the other."""
+    others = {peer for peer in present if peer != accused}
+    accusing = others.intersection(accusers)
+    if len(accusing) < min(2, len(others)):
         return False
-    if not work:
-        return True
-    return 2 * sum(work.get(peer, 0) for peer in accusers) > sum(work.get(peer, 0) for peer in {*others, accused})
+    if not credit:
+        return len(others) > 1 and 2 * len(accusing) > len(others)
+    return 2 * sum(credit.get(peer, 0) for peer in accusing) > sum(credit.get(peer, 0) for peer in {*others, accused})
 
 
 def accusations_of(round_number: int, said: Mapping[str, Collection[str]]) -> tuple[Accusation, ...]:

@@ -411,6 +411,28 @@ def test_history_undoes_what_came_after() -> None:
     assert history.rounds == rounds[:2]
 
 
+def test_progress_of_a_member_puts_off_the_way_back_four_times_as_long_and_no_longer() -> None:
+    world = World(run_file(), 2)
+    play(world, CREDIT_ROUNDS + 1, members=2)
+    version = world.scope.anchor_version
+    for worker in world.workers[:2]:
+        world.join(worker)
+        told = world.scope.history.rounds[version - 2].digest
+        worker.kept = (KeptState(anchor_version=version - 2, digest=told),)
+    hopeful = world.workers[2]
+    world.join(hopeful)
+    hopeful.version, hopeful.digest = version, world.scope.agreed_digest
+    began_s = world.now_s
+    for received in range(round(20 * RETURN_S)):
+        for worker in world.workers[:3]:
+            world.beat(worker, bytes_received=received)
+        world.tick(0.5)
+        if returned(world):
+            break
+    assert returned(world)
+    assert 3 * RETURN_S <= world.now_s - began_s <= 4 * RETURN_S + 5.0
+
+
 def test_one_newcomer_that_says_to_hold_the_newest_does_not_block_the_way_back() -> None:
     world = World(run_file(), 2)
     play(world, CREDIT_ROUNDS + 1, members=2)

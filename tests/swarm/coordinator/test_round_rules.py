@@ -292,7 +292,8 @@ def test_the_dead_hold_nothing() -> None:
 def test_overdue() -> None:
     judgement = judge(PLAN, {A: report(PLAN)}, {A, B, C}, overdue=True, enough=False)
     assert judgement is not None
-    assert judgement.failed == (A, B, C)
+    assert judgement.failed == (), "one that says it holds everything accuses nobody"
+    assert judgement.missing == (B, C)
     assert judge(PLAN, {A: report(PLAN), B: report(PLAN)}, {A, B, C}, overdue=True, enough=False)
 
 
@@ -304,11 +305,14 @@ def test_of_different_bytes_those_are_committed_that_most_hold() -> None:
         reports = {peer: report(whole, wrong=(1,) if peer in odd else ()) for peer in five}
         judgement = judge(whole, reports, five, overdue=False, enough=False)
         assert judgement is not None
-        assert judgement.digests == tuple(part_digest(whole, index) for index in range(5))
+        others = [one for index, one in enumerate(judgement.digests) if index != 1]
+        assert others == [part_digest(whole, index) for index in range(5) if index != 1]
+        assert judgement.digests[1] == (part_digest(whole, 1) if len(odd) < 3 else b"w" * 32)
         return judgement.failed
 
     assert judged(five[3]) == (), "one may have made them up"
-    assert judged(*five[3:]) == (B,), "the owner of that part, until it is known who made the others"
+    assert judged(*five[3:]) == (), "so may two"
+    assert judged(*five[2:]) == (B,), "three of the other four have other bytes than the owner of that part"
 
 
 def test_an_owner_that_two_could_not_get_its_part_from_has_failed() -> None:
@@ -328,6 +332,32 @@ def test_an_owner_that_two_could_not_get_its_part_from_has_failed() -> None:
     judgement = judge(PLAN, reports, {A, B, C}, overdue=True, enough=True)
     assert judgement is not None
     assert judgement.failed == (), "not either when a third one is silent"
+
+
+def test_in_a_grid_most_of_a_row_or_of_a_column_put_a_row_reducer_out_while_nobody_has_credit() -> None:
+    everybody = {peer_name(number): Member(entry(number), CPU, 0.0) for number in range(16)}
+    says = dict.fromkeys(everybody, ready(10, INITIAL))
+    whole = plan_round(3, (2, INITIAL), 2_000_000, says, everybody, PlanRules(4, 0))
+    assert whole is not None
+    peers = [member.peer for member in whole.members]
+    accused = whole.columns[0][0]
+    column = {peers[one] for one in whole.columns[0]} - {peers[accused]}
+    row = {one.peer for one in whole.members if one.row == whole.members[accused].row} - {peers[accused]}
+    others = set(peers) - row - column - {peers[accused]}
+    assert (len(column), len(row)) == (3, 3)
+
+    def judged(accusers: set[str]) -> tuple[str, ...]:
+        reports = {
+            peer: report(whole).model_copy(update={"failed": (accused,) if peer in accusers else ()}) for peer in peers
+        }
+        judgement = judge(whole, reports, peers, overdue=False, enough=False)
+        assert judgement is not None
+        return judgement.failed
+
+    assert judged(others) == (), "they get nothing from it"
+    assert judged({min(column)}) == ()
+    assert judged(set(sorted(column)[:2])) == (peers[accused],)
+    assert judged(set(sorted(row)[:2])) == (peers[accused],)
 
 
 def test_different_bytes_that_one_holds_each_are_void() -> None:

@@ -251,6 +251,8 @@ D = peer_name(3)
     ("accusers", "work", "enough"),
     [
         ({C, D}, {}, True),
+        ({A, C}, {}, False),
+        ({C, peer_name(4), peer_name(5)}, {}, False),
         ({C}, {}, False),
         ({C, D}, CREDITED, False),
         ({B}, CREDITED, False),
@@ -271,8 +273,15 @@ def test_accusers_need_most_of_the_recorded_work_and_to_be_two(
 def test_of_two_members_each_is_the_only_witness() -> None:
     assert not outvotes({B}, A, [A, B], CREDITED), "one word against the other: they do without each other"
     assert outvotes({B}, A, [A, B], {A: 100, B: 101})
-    assert outvotes({B}, A, [A, B], {})
+    assert not outvotes({B}, A, [A, B], {}), "nor while nobody has credit"
     assert not outvotes({B}, A, [A, B], {A: 1})
+
+
+@pytest.mark.parametrize(("members", "needed"), [(3, 2), (4, 2), (5, 3), (23, 12)])
+def test_while_nobody_has_credit_most_of_the_others_have_to_accuse(members: int, needed: int) -> None:
+    present = [f"member {number}" for number in range(members)]
+    assert not outvotes(present[1:needed], present[0], present, {})
+    assert outvotes(present[1 : needed + 1], present[0], present, {})
 
 
 def said(**reports: PeerToCoordinatorRoundReport) -> dict[str, PeerToCoordinatorRoundReport]:
