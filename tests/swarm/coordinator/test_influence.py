@@ -183,6 +183,7 @@ def test_the_plan_bounds_who_claims_too_much_and_nobody_else() -> None:
     until(world, "training", 4)
     shown = {one.name: one.clipped for one in world.scope.status(world.now_s).members}
     assert shown == {"name 0": 0, "name 1": 0, "name 2": 0, "name 3": 1}
+    assert [bool(world.scope.membership.members[one.peer].credit) for one in world.workers[:4]] == [True] * 3 + [False]
     world.restart()
     assert world.scope.membership.members[world.workers[3].peer].clipped_rounds == 1
 
@@ -236,6 +237,7 @@ def test_what_a_round_left_out_raises_the_next_bound() -> None:
     members = world.scope.membership.members
     carried = [members[worker.peer].carried_tokens for worker in world.workers[:3]]
     assert carried == [0, 0, plan.members[2].weight_tokens]
+    assert [members[worker.peer].credit > 0 for worker in world.workers[:3]] == [True, True, False]
     for worker in world.workers[:3]:
         world.conclude(worker)
     world.restart()

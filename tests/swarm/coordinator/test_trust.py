@@ -572,6 +572,11 @@ def test_who_never_delivers_is_left_out_and_gets_no_samples_meanwhile() -> None:
             restarts += 1
     planned = [C in [one.peer for one in verdict.plan.members] for verdict in rounds if verdict.plan]
     assert [number for number, one in enumerate(planned) if one] == [0, 1, 4, 9, 18]
+    members = world.scope.membership.members
+    assert [(members[peer].credit_rounds > 0, members[peer].has_credit) for peer in (A, C)] == [
+        (True, True),
+        (False, False),
+    ], "what was planned and not delivered earns nothing"
     assert all(one.committed for one in rounds)
 
 
