@@ -1,6 +1,6 @@
 """Many members in as many processes, which share one copy of what they import: ``many_members.py COUNT join INVITE …``.
 
-Each makes a step in ``REST_S``: one batch in a round, and so next to no work."""
+Each asks for one batch in a round, and no more."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import ctypes
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
-from typing import Any
 
 from shoal.peer.cli.main import main
-from shoal.peer.training.inner_loop import InnerLoop
+from shoal.peer.member.member import LocalMember
+from shoal.swarm.protocol.types import SampleRange
+from shoal.swarm.sample_ranges import Ranges
 
-REST_S = 4.0
 _PR_SET_PDEATHSIG = 1
 
 
-def rest() -> None:
-    real = InnerLoop.backward
+def do_little() -> None:
+    real = LocalMember.lease
 
-    def backward(self: InnerLoop, batch: Any) -> Any:
-        time.sleep(REST_S)
-        return real(self, batch)
+    async def lease(self: LocalMember, samples: int, undone: Ranges) -> tuple[SampleRange, ...]:
+        return () if self.progress.tokens_done else await real(self, 1, undone)
 
-    InnerLoop.backward = backward  # type: ignore[method-assign]
+    LocalMember.lease = lease  # type: ignore[method-assign]
 
 
 def start(number: int, arguments: list[str]) -> int:
@@ -38,7 +36,7 @@ def start(number: int, arguments: list[str]) -> int:
     for option in ("--identity", "--state", "--name", "--log-json"):
         arguments[arguments.index(option) + 1] += f"-{number}"
     sys.argv = ["shoal", *arguments]
-    rest()
+    do_little()
     main()
     os._exit(0)
 
