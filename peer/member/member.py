@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from shoal.peer.state_transfer.start import RunStart, StartState
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.aio import in_thread, task_scope
+from shoal.swarm.averaging.auditor import Auditor
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
@@ -426,6 +428,12 @@ class LocalMember:
             loader.compile_ahead(codec_map.kernels)
         self._averager = Averager(self.client, self.endpoint, codec_map, elements, self._keeper)
         self._averager.on_exchange = self._donor.pause
+        self._averager.inclusions_folder = self._donor.folder
+        if share := self.client.run_file.audit.share:
+            client, rng = self.client, secrets.SystemRandom()
+            auditor = Auditor(self.endpoint, client.peer, share, client.deadlines, client.show_evidence, rng)
+            self._averager.on_commit = auditor.offer
+            self._background.append(self._tasks.create_task(auditor.run()))
         self._background.append(self._tasks.create_task(self._averager.prefetch_manager.run()))
 
     @property

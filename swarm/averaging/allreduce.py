@@ -20,6 +20,7 @@ from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.chunk_header import holders, may_hold
 from shoal.swarm.averaging.chunk_streams import ExchangeContext
 from shoal.swarm.averaging.contribution import ContributionSource, EncodedContribution, contribution_blob
+from shoal.swarm.averaging.inclusions import Inclusions
 from shoal.swarm.averaging.prefetch import Prefetch
 from shoal.swarm.averaging.reduction import Reduction
 from shoal.swarm.averaging.result_fetch import adopt_agreed, fetch_part
@@ -103,10 +104,15 @@ class AllReduce:
         if prefetch is not None:
             taken = prefetch.context
             self._context = replace(self._context, prefetched=taken.prefetched, meters=taken.meters)
+        self._inclusions: Inclusions | None = None
         self.as_owner = Reduction(self._context, store.group, store.put)
         self.as_row_reducer = Reduction(self._context, store.group.row(self.row), self._partial_sums.put)
         self.as_stand_in: list[Reduction] = []
         self._guard = StragglerGuard(self._context, lambda: [part.start for part in plan.parts if not store.has(part)])
+
+    def keep_inclusions(self, inclusions: Inclusions) -> None:
+        """Keep there what the means made here include. Call it before ``run``."""
+        self._inclusions = self.as_owner.inclusions = inclusions
 
     async def run(self) -> ExchangeResult:
         """Run the exchange until every part is in the store or given up."""
@@ -205,6 +211,6 @@ class AllReduce:
         await adopt_agreed(self._context, part, others)
         for run in self.store.missing(part):
             without = frozenset((part.owner,))
-            reduction = Reduction(self._context, self.store.group, self.store.put, without=without)
+            reduction = Reduction(self._context, self.store.group, self.store.put, without, self._inclusions)
             self.as_stand_in.append(reduction)
             await reduction.run(run, self._row_reducers(part))

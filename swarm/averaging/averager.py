@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError
@@ -17,6 +18,7 @@ from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.contribution import EncodedContribution, encode
+from shoal.swarm.averaging.inclusions import Inclusions
 from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOffer, RoundOutcome
 from shoal.swarm.averaging.prefetch import Prefetch, PrefetchManager
@@ -56,6 +58,11 @@ class Averager:
         self._elements = elements
         self._archive = archive
         self._stores = PublishedResults(endpoint, archive)
+        self._inclusions: dict[int, Inclusions] = {}
+        self.inclusions_folder: Path | None = None
+        """For files of contributions that our means include."""
+        self.on_commit: Callable[[ResultStore, Verdict], object] = lambda store, verdict: None
+        """Called with the results of each committed round that this member was in, for audits."""
         self._exchange: AllReduce | None = None
         self.prefetch_manager = PrefetchManager(client, endpoint, codec_map, self._buffers)
         """Its ``run`` is a task beside everything else: it begins exchanges before ``average`` is called."""
@@ -211,9 +218,28 @@ class Averager:
         client, feedback, contribution = self._client, self.round_feedback.error_feedback, self._contribution
         assert contribution is not None, "the plan has our root"
         deadlines, prefetch = client.deadlines, self._prefetch
-        return AllReduce(
+        exchange = AllReduce(
             self._endpoint, store, client.peer, feedback, contribution, deadlines, client.was_away, prefetch
         )
+        share, number = client.run_file.audit.share, store.plan.round
+        if share and not store.plan.columns:  # in a grid, means are made of partial sums that nobody has signed
+            if number not in self._inclusions:
+                self._inclusions[number] = Inclusions(store, share, self.inclusions_folder)
+            exchange.keep_inclusions(self._inclusions[number])
+        return exchange
+
+    def _drop_inclusions(self, number: int) -> None:
+        kept = self._inclusions.pop(number, None)
+        if kept is not None:
+            self._endpoint.retract(kept.blob)
+            kept.close()
+
+    def _show_inclusions(self, number: int) -> None:
+        """Show what our means of a committed round include, and drop what earlier ones did but for the last one."""
+        for old in sorted(self._inclusions)[:-2]:
+            self._drop_inclusions(old)
+        if (kept_now := self._inclusions.get(number)) is not None:
+            self._endpoint.publish(kept_now.blob, kept_now)
 
     async def _end_exchange(self) -> None:
         await self._drop_prefetch()
@@ -240,6 +266,7 @@ class Averager:
             return Resync(verdict.reason)
         if not verdict.committed:
             await self._stores.drop(offer.round)
+            self._drop_inclusions(offer.round)
             return Aborted(verdict.reason, verdict)
         assert verdict.plan is not None
         if not _same_state(verdict.plan, offer):
@@ -259,6 +286,8 @@ class Averager:
         end = functools.partial(self.round_feedback.end, planned=planned, ours=ours)
         await in_thread(end, offer, exchange, self._joins)
         self.round_feedback.measure()
+        self._show_inclusions(offer.round)
+        self.on_commit(self._stores[offer.round], verdict)
         return Committed(mean, verdict, included=planned)
 
     async def _committed_mean(self, verdict: Verdict) -> RoundMean:

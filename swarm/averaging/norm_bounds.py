@@ -29,9 +29,11 @@ _SUBNORMAL = 2.0**-250
 class NormBounds:
     """Bounds on squared norms of values ``start <= i < stop``, any number of chunks, in one plan."""
 
-    def __init__(self, plan: RoundPlan, codec_map: CodecMap) -> None:
+    def __init__(self, plan: RoundPlan, codec_map: CodecMap, leeway: float = 1.0) -> None:
+        """``leeway``: factor on the squares that contributions may have."""
         elements = plan.parts[-1].stop
         self._codec_map = codec_map
+        self._leeway = leeway
         self._members = len(plan.members)
         self._levels = 2 if plan.columns else 1
         self._lengthening = 1.0 if plan.mean == "weighted" else LENGTHENING[plan.mean]
@@ -46,7 +48,7 @@ class NormBounds:
     def contribution(self, member: int, start: int, stop: int) -> float:
         """Bound on a member's contribution before encoding."""
         claim = float(self._squares[member, self._touched(start, stop)].sum())
-        return _with_slack(claim, 1.0, stop - start)
+        return _with_slack(claim * self._leeway, 1.0, stop - start)
 
     def partial_sum(self, included: Sequence[int], start: int, stop: int) -> float:
         """Bound on a row's mean of these members as its row reducer encodes it."""

@@ -23,6 +23,7 @@ from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.chunk_streams import ExchangeContext, StreamRequest
+from shoal.swarm.averaging.inclusions import Inclusions
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.straggler_guard import StragglerGuard
 from shoal.swarm.errors import ShoalError
@@ -235,8 +236,16 @@ class ChunkCollector:
     ``failed``: row reducers whose partial sums did not come, or were none. ``guard``: its ``watch`` is to be run beside
     the streams."""
 
-    def __init__(self, context: ExchangeContext, reducer: PartReducer, chunks: range, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        context: ExchangeContext,
+        reducer: PartReducer,
+        chunks: range,
+        tasks: asyncio.TaskGroup,
+        inclusions: Inclusions | None = None,
+    ) -> None:
         self.reducer = reducer
+        self._inclusions = inclusions
         self.failed: set[int] = set()
         self.guard = StragglerGuard(context, self._behind)
         self._context = context
@@ -294,12 +303,17 @@ class ChunkCollector:
             self.ask_members(row, chunks, {row_reducer})
 
     async def _fetch_contribution(self, member: int, chunks: range) -> None:
-        store = self._context.store
+        store, inclusions = self._context.store, self._inclusions
         root = store.plan.members[member].root
 
+        def take(chunk: int, data: memoryview) -> memoryview:
+            packed = store.leaf_grid.checked(root, *store.bounds(chunk), data)
+            if inclusions is not None:
+                inclusions.keep(chunk, member, data)
+            return packed
+
         async def offer(chunk: int, data: memoryview) -> None:
-            packed = await in_thread(store.leaf_grid.checked, root, *store.bounds(chunk), data)
-            self.reducer.offer(chunk, member, packed)
+            self.reducer.offer(chunk, member, await in_thread(take, chunk, data))
 
         try:
             await self._fetch(member, self._context.contributions(), chunks, offer)
@@ -351,12 +365,14 @@ class Reduction:
     """Means of a group, chunk by chunk, as this member makes them; each is ``put`` where others get it.
 
     ``without``: members that are not asked. ``failed``: row reducers whose rows had to be asked one by one.
+    ``inclusions``: keep what is reduced, for auditors.
     """
 
     context: ExchangeContext
     group: Group
     put: Callable[[int, memoryview], Awaitable[None]]
     without: frozenset[int] = frozenset()
+    inclusions: Inclusions | None = None
     made: dict[int, ReducedChunk] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
 
@@ -376,7 +392,7 @@ class Reduction:
         reduced_rows = {row: one for row, one in enumerate(row_reducers) if one is not None}
         reducer = PartReducer(store.codec_map, store.norm_bounds, self.group, bounds, reduced_rows, store.buffers)
         async with asyncio.TaskGroup() as tasks:
-            collector = ChunkCollector(context, reducer, chunks, tasks)
+            collector = ChunkCollector(context, reducer, chunks, tasks, self.inclusions)
             watch = tasks.create_task(collector.guard.watch())
             for row in range(len(row_reducers)):
                 if row in reduced_rows:

@@ -36,6 +36,12 @@ _PIECE_ELEMENTS = 2**20
 _CHUNK = "shoal result chunk, version 1"
 
 
+def chunk_digest(chunk: memoryview) -> bytes:
+    """Return the digest of a result chunk, a leaf of the tree of ``part_digest``. Long ones are hashed without the
+    GIL."""
+    return blake3(chunk, derive_key_context=_CHUNK).digest()
+
+
 def part_digest(chunks: Iterable[memoryview]) -> bytes:
     """Return the digest of a part's result chunks, at least one, in order: 32 bytes. One thread, without the GIL.
 
@@ -62,7 +68,7 @@ class RunningDigest:
         if len(chunks) < before or not all(map(operator.is_, self._chunks, chunks)):
             self._digests, self._chunks, before = [], [], 0
         for chunk in chunks[before:]:
-            self._digests.append(blake3(chunk, derive_key_context=_CHUNK).digest())
+            self._digests.append(chunk_digest(chunk))
             self._chunks.append(chunk)
 
 

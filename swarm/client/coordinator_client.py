@@ -14,15 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shoal.swarm.aio import task_scope
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.deadlines import CONNECT_S, Deadlines
 from shoal.swarm.errors import DeadlineExceeded, LinkError, RunChanged, Superseded, TryLater, Unreachable, WireError
 from shoal.swarm.protocol.addresses import Reach, least_reach, may_dial
+from shoal.swarm.protocol.evidence import evidence_id
 from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
+    EVIDENCE_PIECE_BYTES,
     Acknowledged,
     CoordinatorToPeerJoinAccepted,
+    CoordinatorToPeerReceipt,
     CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
@@ -30,6 +33,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
+    PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
 )
 from shoal.swarm.protocol.rounds import RunView
@@ -533,6 +537,16 @@ class CoordinatorClient:
         """Send a request whose answer is a view; returns the current view, which may be newer."""
         await self.ask(message, CoordinatorToPeerView)
         return self.view
+
+    async def show_evidence(self, data: bytes) -> CoordinatorToPeerReceipt:
+        """Show packed evidence to the coordinator, which judges it. Raises like ``ask``."""
+        evidence = await in_thread(evidence_id, data)
+        for start in range(0, len(data), EVIDENCE_PIECE_BYTES):
+            piece = data[start : start + EVIDENCE_PIECE_BYTES]
+            message = PeerToCoordinatorShowEvidence(evidence=evidence, size_bytes=len(data), start=start, data=piece)
+            receipt = await self.ask(message, CoordinatorToPeerReceipt)
+        log.warning("the coordinator finds by evidence %s: %s", evidence.hex()[:16], receipt.judgement)
+        return receipt
 
     def was_away(self, since_s: float) -> bool:
         """Whether the coordinator has failed to answer at any time since ``since_s`` on the event loop's clock."""

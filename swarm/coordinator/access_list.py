@@ -71,6 +71,9 @@ class AccessList:
                 self._remove(event.curve_key, is_banned=False)
             case ev.ProcessBanned():
                 self._remove(event.curve_key, is_banned=True)
+            case ev.MemberExpelled(peer=peer):
+                note = f"a wrong mean in round {event.round}"
+                self.apply(ev.PeerBanned(peer=peer, note=note, is_expelled=True, at_s=event.at_s))
             case ev.PeerBanned():
                 self._lift(event.peer)
                 self.allowed.pop(event.peer, None)
@@ -124,7 +127,13 @@ class AccessList:
 
     def refuse_banned(self, peer: str, network: str) -> None:
         """Raises ``Removed`` for a banned identity, or one that comes from a banned network."""
-        if peer in self.bans:
+        ban = self.bans.get(peer)
+        if ban is not None and ban.is_expelled:
+            raise Removed(
+                f"this peer was expelled from the run for {ban.note}. Its host has the evidence: `shoal log --audit "
+                f"--check` judges it again. Only the host can lift that: its id is {peer}"
+            )
+        if ban is not None:
             raise Removed(f"the host has banned this peer from the run. Only the host can lift that: its id is {peer}")
         if network in self._networks:
             raise Removed(f"the host has banned the network {network} from the run. Only the host can lift that")

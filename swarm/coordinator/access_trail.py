@@ -59,6 +59,9 @@ class AccessTrail:
                 return self._new("kicked", event.at_s, peer=event.peer, text=event.note)
             case ev.PeerBanned():
                 return self._new("banned", event.at_s, peer=event.peer, network=event.network, text=event.note)
+            case ev.MemberExpelled():
+                evidence = {"evidence": event.evidence, "accuser": event.accuser, "round": event.round}
+                return self._new("expelled", event.at_s, peer=event.peer, **evidence)
             case ev.PeerAllowed():
                 return self._new("allowed", event.at_s, peer=event.peer)
             case ev.InviteMade(terms=terms):

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from shoal.swarm.coordinator.access import OBSERVERS, OBSERVERS_PER_NETWORK, Access, choose_evicted
-from shoal.swarm.coordinator.access_list import AccessList
+from shoal.swarm.coordinator.access_list import MAX_BANS, AccessList
 from shoal.swarm.coordinator.event_log import EventLog
 from shoal.swarm.coordinator.events import (
     InviteMade,
     JournalEvent,
+    MemberExpelled,
     MemberJoined,
     MemberKicked,
     MemberLost,
@@ -71,6 +72,9 @@ class SentBytes:
 
 KICKED, BANNED = "removed by the host", "banned by the host"
 """Reasons of the loss of members that the host has removed."""
+
+EXPELLED = "expelled for a wrong mean"
+"""Reason of the loss of a member against which there is evidence."""
 
 _MAX_UNPROVEN_S = 86_400.0
 """For how long a newcomer keeps its place by reports of progress alone, without any work in a round: a very large state
@@ -277,6 +281,18 @@ class Admission:
                 self._scope.record(MemberLost(peer=other, reason=BANNED))
                 removed.append(other)
         return removed
+
+    def expel(self, peer: str, evidence: bytes, accuser: str, round_number: int) -> None:
+        """Ban an identity that evidence proves to have signed a wrong mean; whoever shows more of it changes
+        nothing."""
+        if peer in self.access_list.bans or len(self.access_list.bans) >= MAX_BANS:
+            return
+        at_s = self._log.unix_s
+        self._scope.record(MemberExpelled(peer=peer, evidence=evidence, accuser=accuser, round=round_number, at_s=at_s))
+        member = self._scope.membership.members.get(peer)
+        if member is not None and member.alive:
+            self._scope.record(ProcessBanned(curve_key=member.entry.certificate.curve_key))
+            self._scope.record(MemberLost(peer=peer, reason=EXPELLED))
 
     def lose_silent(self, now_s: float) -> None:
         """Lose members that have not been heard for too long."""

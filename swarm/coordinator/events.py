@@ -203,11 +203,24 @@ class MemberKicked(JournalEvent):
 
 
 class PeerBanned(JournalEvent):
-    """This identity may not join, nor anybody from ``network``, if one is named."""
+    """This identity may not join, nor anybody from ``network``, if one is named. ``is_expelled``: because of
+    evidence."""
 
     peer: PeerId
     network: Network = ""
     note: Note = ""
+    is_expelled: bool = False
+    at_s: UnixTime
+
+
+class MemberExpelled(JournalEvent):
+    """This identity may not join any more, as ``evidence`` (its id; the journal keeps it) proves that it signed a wrong
+    mean in ``round``. ``accuser``: the member that showed it."""
+
+    peer: PeerId
+    evidence: Digest
+    accuser: PeerId
+    round: Count
     at_s: UnixTime
 
 
@@ -230,7 +243,7 @@ class AccessRecorded(JournalEvent):
     record: AccessRecord
 
 
-AccessEvent = InviteMade | InviteRevoked | MemberKicked | PeerBanned | PeerAllowed | ProcessBanned
+AccessEvent = InviteMade | InviteRevoked | MemberKicked | PeerBanned | MemberExpelled | PeerAllowed | ProcessBanned
 
 
 class RemovedKept(Record):

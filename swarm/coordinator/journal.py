@@ -61,6 +61,9 @@ class Journal(VerdictSource, Protocol):
     def access_records(self, first: int, limit: int) -> list[AccessRecord]:
         """Read at most ``limit`` access records from number ``first`` on. They outlive every compaction."""
 
+    def keep_evidence(self, name: str, data: bytes) -> None:
+        """Keep evidence under this name, before an event refers to it."""
+
     @property
     def wants_snapshot(self) -> bool:
         """Whether the journal has grown so much that it should be compacted."""

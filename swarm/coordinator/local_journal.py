@@ -44,6 +44,11 @@ compacted journal."""
 _PAGE = 256
 
 
+def evidence_path(folder: Path, name: str) -> Path:
+    """Return the file in which a run's folder keeps the evidence with this id, in hexadecimal."""
+    return folder / f"{name}.evidence"
+
+
 class JournalFiles:
     """The files of a run's folder, open. May be read from any thread; all methods raise ``StorageError``.
 
@@ -320,6 +325,16 @@ class LocalJournal:
 
     def access_records(self, first: int, limit: int) -> list[AccessRecord]:
         return self.files.access_records(first, limit)
+
+    def keep_evidence(self, name: str, data: bytes) -> None:
+        """Keep evidence in a file of its own, in the backup, too."""
+        with self.files.lock:
+            try:
+                durable.put(evidence_path(self._folder, name), data)
+            except OSError as error:
+                raise StorageError(f"{self._folder}: evidence cannot be written: {error}") from error
+            if self._backup is not None:
+                self._backup.keep(evidence_path(Path(), name).name, data)
 
     def append(self, expected_index: int, events: Sequence[JournalEvent]) -> None:
         files = self.files

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.coordinator.access_trail import AccessTrail
 from shoal.swarm.coordinator.events import JournalEvent, verdicts_in
+from shoal.swarm.coordinator.evidence_intake import EvidenceIntake, Word, is_whole
 from shoal.swarm.coordinator.history_reader import HistoryReader
 from shoal.swarm.coordinator.host_commands import HostCommands, last_record, read_records, replayed
 from shoal.swarm.coordinator.journal import Journal
@@ -31,6 +32,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
+    CoordinatorToPeerReceipt,
     CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
@@ -51,6 +53,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     PeerToCoordinatorShowCapability,
+    PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
     PeerToPeerPing,
     PeerToPeerPong,
@@ -58,7 +61,7 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.statements import check_ready
-from shoal.swarm.protocol.types import Address, Message, RosterEntry
+from shoal.swarm.protocol.types import Address, Message, RosterEntry, TensorSpec
 from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.node import Node
@@ -118,6 +121,7 @@ class ScopeHandlers:
             PeerToCoordinatorRoundReady: self._ready,
             PeerToCoordinatorRoundReport: self._report,
             PeerToCoordinatorShowVerdict: self._show_verdict,
+            PeerToCoordinatorShowEvidence: self._show_evidence,
         }
         if self.rounds.stage is None:
             return answers | {PeerToCoordinatorRequestLease: self._lease}
@@ -350,6 +354,32 @@ class ScopeHandlers:
                 self.service.is_outdated(message.verdict)
         return Acknowledged()
 
+    async def _show_evidence(self, channel: Channel, message: Message) -> Message:
+        """Take a piece of evidence; of whole evidence that proves a wrong mean, its maker is expelled."""
+        assert isinstance(message, PeerToCoordinatorShowEvidence)
+        assert self.rounds is not None
+        service, rounds = self.service, self.rounds
+        async with service.lock:
+            peer = self.scope.admission.require_member(channel.remote_key)
+            if self.scope.membership.is_observer(peer) or not rounds.counts(peer) or rounds.model is None:
+                raise NotAdmitted("only members with a record of committed work show evidence")
+            facts = rounds.run, service.identity.public_key, rounds.model.layout
+        async with service.judging:  # one at a time; whoever repeats its last piece waits for the judgement
+            known = service.evidence.judged(message.evidence)
+            if known is not None:
+                return CoordinatorToPeerReceipt(evidence=message.evidence, judgement=known)
+            data = service.evidence.add(peer, message, time.monotonic())
+            if data is None:
+                return CoordinatorToPeerReceipt(evidence=message.evidence, judgement="incomplete")
+            word, maker, number = await in_thread(_judged, data, message.evidence, *facts)
+            if word == "guilty":
+                await in_thread(service.journal.keep_evidence, message.evidence.hex(), data)
+                async with service.lock:
+                    service.scope.admission.expel(maker, message.evidence, peer, number)
+                    await service.flush()
+            service.evidence.conclude(peer, message.evidence, word, time.monotonic())
+        return CoordinatorToPeerReceipt(evidence=message.evidence, judgement=word)
+
     # Samples ------------------------------------------------------------------------------------------------
 
     async def _lease(self, channel: Channel, message: Message) -> Message:
@@ -431,6 +461,8 @@ class CoordinatorService:
         self.certificate = identity.certify(node.control.keys)
         self.lock = asyncio.Lock()
         self.history = HistoryReader(journal)
+        self.evidence = EvidenceIntake(run.round.patience_s)
+        self.judging = asyncio.Lock()
         self.assembled = asyncio.Event()
         """Cleared while drivers of a pipeline wait for a replica in every stage."""
         self.assembled.set()
@@ -614,6 +646,19 @@ class CoordinatorService:
                 await channel.notify(message, scope)
         except (LinkError, TimeoutError) as error:
             log.debug("could not tell %s: %s", channel.label, error)
+
+
+def _judged(
+    data: bytes, evidence: bytes, run: RunFile, host_key: bytes, layout: tuple[TensorSpec, ...]
+) -> tuple[Word, str, int]:
+    """Judge evidence; returns what it shows, the maker of the mean, and the round. For a worker thread."""
+    from shoal.swarm.averaging.chunk_judge import RunFacts, judge  # imports torch, which nothing else here needs
+
+    if not is_whole(data, evidence):
+        return "void", "", 0
+    found = judge(data, RunFacts.of(run, host_key, layout))
+    log.warning("evidence %s: %s: %s", evidence.hex()[:16], found.word, found.reason)
+    return found.word, found.maker, found.round
 
 
 def _addresses_of(channel: Channel, message: PeerToCoordinatorJoinRun) -> tuple[Address, ...]:

@@ -15,7 +15,9 @@ _CONTEXT = b"shoal access record, version 1\0"
 
 MAX_REASONS = 32
 
-RecordKind = Literal["joined", "left", "kicked", "banned", "allowed", "invite made", "invite revoked", "refused"]
+RecordKind = Literal[
+    "joined", "left", "kicked", "banned", "expelled", "allowed", "invite made", "invite revoked", "refused"
+]
 
 
 class Refusals(Record):
@@ -28,7 +30,8 @@ class Refusals(Record):
 class AccessRecord(Record):
     """One record. ``text``: the reason of a loss, or the host's note; ``network``: where a member came from, or what is
     banned; ``invite``: by which one a member joined for the first time, or which was made or revoked; ``uses`` and
-    ``expires_s``: limits of a made one; ``refused``: what was refused since the last such record.
+    ``expires_s``: limits of a made one; ``refused``: what was refused since the last such record; ``evidence``: the
+    id of what a member was expelled for (``evidence.py``), which ``accuser`` has shown of ``round``.
 
     ``previous``: the chain hash of the record before; ``chain``: SHA-256 over all fields but itself and the host's
     ``signature`` of it."""
@@ -44,6 +47,9 @@ class AccessRecord(Record):
     text: Text = ""
     uses: InviteUses = 0
     expires_s: Count = 0
+    evidence: Digest | None = None
+    accuser: PeerId | Literal[""] = ""
+    round: Count = 0
     refused: Annotated[tuple[Refusals, ...], Field(max_length=MAX_REASONS)] = ()
     previous: Digest = bytes(32)
     chain: Digest = bytes(32)

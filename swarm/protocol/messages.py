@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from shoal.swarm.protocol.access_records import AccessRecord
+from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.rounds import RunView, Verdict
 from shoal.swarm.protocol.types import (
     MAX_DELIVERIES,
@@ -75,6 +76,9 @@ Token = Annotated[bytes, Field(max_length=MAX_TOKEN_BYTES, repr=False)]
 
 MAX_PAGE = 256
 """Most entries of an answer to the host; the rest is asked for with another command."""
+
+EVIDENCE_PIECE_BYTES = 2**19
+"""Largest piece of evidence in a message."""
 
 PROTOCOL_VERSION = 1
 """Incremented whenever a message changes its meaning; both sides must have the same version."""
@@ -256,6 +260,17 @@ class PeerToCoordinatorShowVerdict(Message):
     verdict: Verdict
 
 
+class PeerToCoordinatorShowEvidence(Message):
+    """Show a piece of packed evidence (``evidence.py``) that begins at ``start``; the pieces come in order.
+
+    ``evidence``: the id of the whole, which has ``size_bytes``."""
+
+    evidence: Digest
+    size_bytes: Annotated[int, Field(ge=1, le=MAX_EVIDENCE_BYTES)]
+    start: Annotated[int, Field(ge=0, lt=MAX_EVIDENCE_BYTES)]
+    data: Annotated[bytes, Field(min_length=1, max_length=EVIDENCE_PIECE_BYTES, repr=False)]
+
+
 class PeerToCoordinatorGetStatus(Message):
     """Ask for the run's status."""
 
@@ -318,6 +333,13 @@ class CoordinatorToPeerVerdicts(Message):
 
     verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MAX_VERDICTS)]
     more: bool
+
+
+class CoordinatorToPeerReceipt(Message):
+    """What became of evidence: ``incomplete`` until its last piece is here, then as in ``chunk_judge.Judgement``."""
+
+    evidence: Digest
+    judgement: Literal["incomplete", "guilty", "innocent", "void"]
 
 
 class CoordinatorToPeerStatus(Message):

@@ -326,6 +326,22 @@ class AveragingSection(Record):
         return self
 
 
+class AuditSection(Record):
+    """``[audit]``: members reduce chunks of others' means again, chosen by private randomness."""
+
+    share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description=(
+                "share of the bytes of its rounds that each member spends on checking means that others have made, and "
+                "about the same share of work; 0: none are checked, and a wrong mean within the bound is never found"
+            ),
+        ),
+    ] = 0.02
+
+
 class RoundSection(Record):
     """``[round]``: when a round closes, and the patience from which all deadlines follow (``deadlines.py``)."""
 
@@ -525,6 +541,7 @@ class RunFile(Record):
         ),
     ] = "diloco"
     averaging: AveragingSection = AveragingSection()
+    audit: AuditSection = AuditSection()
     inner: InnerSection = InnerSection()
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()

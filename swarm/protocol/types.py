@@ -373,10 +373,11 @@ class Blob(Record):
 
     ``contribution``: of the member to a round; ``partial``: a row reducer's means of its row, for the owners;
     ``result``: means of a round, each as soon as it is held here; ``held``: the means held now, empty for the others;
-    ``state``: anchor and outer optimizer state of an anchor version; ``state_lossless``: the same, compressed;
-    ``state_digests``: digests of its chunks; ``anchor_bfloat16`` and its digests: the rounded anchor; ``probe``: random
-    bytes to measure a link; ``activation`` and ``gradient``: a tensor offered for a micro-batch; ``start``: a tensor of
-    the checkpoint that the run starts from, by its index among the sorted names. ``grid``: elements in a chunk of a
+    ``included``: the contributions in the means that the member made (``averaging/inclusions.py``); ``state``: anchor
+    and outer optimizer state of an anchor version; ``state_lossless``: the same, compressed; ``state_digests``: digests
+    of its chunks; ``anchor_bfloat16`` and its digests: the rounded anchor; ``probe``: random bytes to measure a link;
+    ``activation`` and ``gradient``: a tensor offered for a micro-batch; ``start``: a tensor of the checkpoint that the
+    run starts from, by its index among the sorted names. ``grid``: elements in a chunk of a
     contribution, which may have been cut for a plan that was not used. ``scope``: of the run or stage, as their rounds
     and anchor versions have the same numbers.
     """
@@ -386,6 +387,7 @@ class Blob(Record):
         "partial",
         "result",
         "held",
+        "included",
         "state",
         "state_lossless",
         "state_digests",

@@ -1,0 +1,157 @@
+"""Auditor: each member checks some chunks of the means that other members have made, after each committed round.
+
+Which ones it draws by randomness of its own, so nobody knows before a mean is made whether it will be checked. It
+fetches what the maker included, reduces that again (``chunk_judge.py``), and sends the coordinator the evidence where
+the bytes differ. Nobody has to believe it: the evidence proves itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from shoal.swarm.aio import in_thread
+from shoal.swarm.averaging.chunk_judge import checked_contribution, make_evidence, reduce_again
+from shoal.swarm.averaging.inclusions import audits_a_round
+from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.errors import BlobUnavailable, Busy, ShoalError, WireError
+from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import Blob
+from shoal.swarm.transport.node import Endpoint
+
+log = logging.getLogger(__name__)
+
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class ChosenChunk:
+    """A result chunk to check: index of its part in the plan, and its own in the round; ``maker``: index of a
+    member."""
+
+    part: int
+    chunk: int
+    maker: int
+
+
+def auditable(store: ResultStore, verdict: Verdict, me: str) -> Iterator[ChosenChunk]:
+    """Yield the chunks of a committed round that can be checked: made by others, with members in them that were summed
+    one by one."""
+    members = store.plan.members
+    for number, (part, digest) in enumerate(zip(store.plan.parts, verdict.digests, strict=True)):
+        if digest is None or members[part.owner].peer == me or len(members) == 1:
+            continue
+        for chunk in store.chunks_of(part):
+            header = store.group.header(store[chunk])
+            size = store.leaf_grid.chunk_bytes(*store.bounds(chunk)) * (len(header.included) + 1)
+            if header.included and not header.reduced_rows and size < MAX_EVIDENCE_BYTES / 2:
+                yield ChosenChunk(number, chunk, part.owner)
+
+
+def choose(store: ResultStore, verdict: Verdict, me: str, share: float, rng: random.Random) -> list[ChosenChunk]:
+    """Draw the chunks that member ``me`` checks of a committed round, so many that on average they take ``share``."""
+    found = list(auditable(store, verdict, me))
+    wanted = audits_a_round(share, len(store.plan.members), store.chunks)
+    count = math.floor(wanted) + (rng.random() < wanted % 1.0)
+    return rng.sample(found, min(count, len(found)))
+
+
+class Auditor:
+    """Checks others' means in the background, while local work goes on.
+
+    ``audited``: number of chunks checked so far; ``audited_bytes``: bytes that were fetched for that."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        me: str,
+        share: float,
+        deadlines: Deadlines,
+        accuse: Callable[[bytes], Awaitable[object]],
+        rng: random.Random,
+    ) -> None:
+        """``accuse``: sends evidence to the coordinator; ``rng``: of no use to a maker that could foresee it."""
+        self.audited = self.audited_bytes = 0
+        self._endpoint, self._me, self._share, self._rng = endpoint, me, share, rng
+        self._deadlines, self._accuse = deadlines, accuse
+        self._offered: tuple[ResultStore, Verdict] | None = None
+        self._news = asyncio.Event()
+
+    def offer(self, store: ResultStore, verdict: Verdict) -> None:
+        """Offer the results of the newest committed round; of earlier ones nothing more is checked."""
+        self._offered = store, verdict
+        self._news.set()
+
+    async def run(self) -> None:
+        """Check chunks of each offered round, for ever."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            assert self._offered is not None
+            (store, verdict), self._offered = self._offered, None
+            try:
+                await self._audit_round(store, verdict)
+            except ShoalError as error:
+                log.warning("round %d: no more audits: %s", verdict.round, error)
+
+    async def _audit_round(self, store: ResultStore, verdict: Verdict) -> None:
+        chosen = await in_thread(choose, store, verdict, self._me, self._share, self._rng)
+        # Held from now on: the store drops them when the next round is committed.
+        results = {one.part: store.bytes_of(store.plan.parts[one.part]) for one in chosen}
+        for one in chosen:
+            try:
+                await self._audit(store, verdict, one, results[one.part])
+            except ShoalError as error:
+                maker = store.plan.members[one.maker].peer
+                log.warning("round %d: no audit of chunk %d of %s: %s", verdict.round, one.chunk, maker, error)
+
+    async def _audit(self, store: ResultStore, verdict: Verdict, one: ChosenChunk, results: list[memoryview]) -> None:
+        result = results[one.chunk - store.chunks_of(store.plan.parts[one.part]).start]
+        contributions = await self._included(store, one, store.group.header(result).included)
+        again = await in_thread(self._reduce_again, store, one.chunk, contributions)
+        self.audited += 1
+        if again == result:
+            return
+        maker = store.plan.members[one.maker].peer
+        log.warning("round %d: chunk %d of %s is not what it says it includes", verdict.round, one.chunk, maker)
+        await self._accuse(await in_thread(make_evidence, verdict, one.part, one.chunk, results, contributions))
+
+    def _reduce_again(self, store: ResultStore, chunk: int, contributions: dict[int, memoryview]) -> memoryview:
+        packed = {member: checked_contribution(store, chunk, member, data) for member, data in contributions.items()}
+        return reduce_again(store, chunk, sorted(packed), packed)
+
+    async def _included(self, store: ResultStore, one: ChosenChunk, included: list[int]) -> dict[int, memoryview]:
+        """Fetch what the maker included in a chunk. Raises ``ShoalError``, the maker's too."""
+        for _ in range(_TRIES - 1):
+            try:
+                return await self._fetch(store, one, included)
+            except Busy:
+                await asyncio.sleep(self._deadlines.heartbeat_s * self._rng.random())
+        return await self._fetch(store, one, included)
+
+    async def _fetch(self, store: ResultStore, one: ChosenChunk, included: list[int]) -> dict[int, memoryview]:
+        members = len(store.plan.members)
+        first, size = one.chunk * members, store.leaf_grid.chunk_bytes(*store.bounds(one.chunk))
+        received: dict[int, memoryview] = {}
+
+        def sink(index: int, size_bytes: int) -> memoryview:  # on the data plane's thread
+            if size_bytes not in (0, size):
+                raise WireError(f"a contribution of {size_bytes} bytes does not fit")
+            received[index - first] = data = memoryview(bytearray(size_bytes))
+            return data
+
+        blob, maker = Blob(kind="included", number=store.plan.round), store.plan.members[one.maker].peer
+        chunks = range(first, first + members)
+        async with aclosing(self._endpoint.fetch(maker, blob, chunks, sink, self._deadlines.request_s)) as stream:
+            async for index in stream:
+                self.audited_bytes += received[index - first].nbytes
+        if any(not received[member].nbytes for member in included):
+            raise BlobUnavailable("it does not show all that its mean includes")
+        return {member: received[member] for member in included}

@@ -1,0 +1,91 @@
+"""Evidence that members show, taken piece by piece within bounds on memory, and judged.
+
+The one data of a round that a coordinator ever reads: a proof that a mean is wrong, which is rare. A member whose
+evidence proved nothing is not heard for a while, for twice as long each time, so forged evidence costs a run next to
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shoal.swarm.errors import TryLater, WireError
+from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES, evidence_id
+from shoal.swarm.protocol.messages import PeerToCoordinatorShowEvidence
+
+_MAX_BYTES = 2 * MAX_EVIDENCE_BYTES
+"""Memory for all evidence that is not complete yet."""
+
+_BARRED_S, _MAX_DOUBLINGS = 600.0, 10
+"""For how long a member is not heard after its first evidence that proves nothing, and how often that doubles."""
+
+_MAX_JUDGED = 256
+
+Word = Literal["guilty", "innocent", "void"]
+
+
+@dataclass
+class _Incomplete:
+    id: bytes
+    size_bytes: int
+    at_s: float
+    data: bytearray = field(default_factory=bytearray)
+
+
+class EvidenceIntake:
+    """Evidence on its way, by member: one each."""
+
+    def __init__(self, stale_s: float) -> None:
+        """``stale_s``: incomplete evidence without a new piece for so long is dropped where memory is needed."""
+        self._stale_s = stale_s
+        self._coming: dict[str, _Incomplete] = {}
+        self._judged: dict[bytes, Word] = {}
+        self._barred: dict[str, tuple[float, int]] = {}
+        """By member, until when it is not heard, and how often that was so."""
+
+    def judged(self, evidence: bytes) -> Word | None:
+        """Return how recent evidence was judged: its last piece may be sent twice."""
+        return self._judged.get(evidence)
+
+    def add(self, peer: str, piece: PeerToCoordinatorShowEvidence, now_s: float) -> bytes | None:
+        """Take a piece; returns the evidence once it is complete. Raises ``TryLater`` or ``WireError``."""
+        until_s, _ = self._barred.get(peer, (0.0, 0))
+        if now_s < until_s:
+            raise TryLater(f"this peer's evidence proved nothing: show other evidence in {until_s - now_s:.0f} s")
+        one = self._coming.get(peer)
+        if piece.start == 0 and (one is None or one.id != piece.evidence):
+            one = self._coming[peer] = _Incomplete(piece.evidence, piece.size_bytes, now_s)
+        if one is None or (piece.evidence, piece.size_bytes) != (one.id, one.size_bytes) or piece.start > len(one.data):
+            raise WireError("a piece of evidence without those before it")
+        if piece.start + len(piece.data) > one.size_bytes:
+            raise WireError("evidence that is longer than it says")
+        if piece.start == len(one.data):
+            self._make_room(peer, len(piece.data), now_s)
+            one.data += piece.data
+            one.at_s = now_s
+        if len(one.data) < one.size_bytes:
+            return None
+        del self._coming[peer]
+        return bytes(one.data)
+
+    def _make_room(self, peer: str, size_bytes: int, now_s: float) -> None:
+        stale = [other for other, one in self._coming.items() if other != peer and now_s - one.at_s > self._stale_s]
+        for other in stale:
+            del self._coming[other]
+        if sum(len(one.data) for one in self._coming.values()) + size_bytes > _MAX_BYTES:
+            raise TryLater("other evidence is being shown: try again in a minute")
+
+    def conclude(self, peer: str, evidence: bytes, word: Word, now_s: float) -> None:
+        """Note a judgement; a member whose evidence proves nothing is not heard for a while."""
+        self._judged[evidence] = word
+        if len(self._judged) > _MAX_JUDGED:
+            del self._judged[next(iter(self._judged))]
+        if word != "guilty":
+            times = self._barred.get(peer, (0.0, 0))[1]
+            self._barred[peer] = now_s + _BARRED_S * 2 ** min(times, _MAX_DOUBLINGS), times + 1
+
+
+def is_whole(data: bytes, evidence: bytes) -> bool:
+    """Whether these are the bytes of that id. For a worker thread."""
+    return evidence_id(data) == evidence

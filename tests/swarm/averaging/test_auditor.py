@@ -1,0 +1,202 @@
+"""Auditors draw chunks by private randomness, fetch what their makers included, and accuse by evidence alone."""
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.fakes.audits import MEMBERS, AuditedRound, committed_round, facts
+from tests.fakes.memory_network import Step
+from tests.fakes.virtual_clock import run_virtual
+
+from shoal.swarm.averaging import inclusions
+from shoal.swarm.averaging.auditor import Auditor, ChosenChunk, choose
+from shoal.swarm.averaging.chunk_judge import judge
+from shoal.swarm.averaging.inclusions import Inclusions, audits_a_round
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.errors import BlobUnavailable, Busy
+from shoal.swarm.protocol.evidence import unpack_evidence
+
+ME = 0
+"""Everybody owns two of the six chunks."""
+
+
+async def audited(done: AuditedRound, rounds: int = 1, share: float = 1.0) -> tuple[Auditor, list[bytes]]:
+    """Let the first member audit the round some times, as if it were as many rounds."""
+    accused: list[bytes] = []
+
+    async def accuse(evidence: bytes) -> None:
+        accused.append(evidence)
+
+    me = MEMBERS[ME].peer_id
+    auditor = Auditor(done.network.endpoints[me], me, share, Deadlines(6.0), accuse, random.Random(1))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(auditor.run())
+        for _ in range(rounds):
+            for kept in done.inclusions:
+                kept._streams.clear()
+            auditor.offer(done.sides[ME].store, done.verdict)
+            await asyncio.sleep(10.0)
+        running.cancel()
+    return auditor, accused
+
+
+def test_honest_owners_are_accused_of_nothing() -> None:
+    async def main() -> None:
+        auditor, accused = await audited(await committed_round(), rounds=3)
+        assert auditor.audited >= 6
+        assert auditor.audited_bytes > 0
+        assert accused == []
+
+    run_virtual(main())
+
+
+def test_evidence_names_the_liar_and_nobody_else() -> None:
+    async def main() -> None:
+        done = await committed_round(liar=1)
+        _, accused = await audited(done, rounds=4)
+        assert accused
+        found = [judge(data, facts("int8")) for data in accused]
+        assert {(one.word, one.maker) for one in found} == {("guilty", MEMBERS[1].peer_id)}
+        assert {unpack_evidence(data).chunk for data in accused} <= {2, 3}
+
+    run_virtual(main())
+
+
+def test_own_and_void_parts_are_not_drawn() -> None:
+    async def main() -> None:
+        done = await committed_round()
+        digests = done.verdict.digests
+        verdict = done.verdict.model_copy(update={"digests": (*digests[:2], None)})
+        store, me = done.sides[ME].store, MEMBERS[ME].peer_id
+        drawn = {one for seed in range(50) for one in choose(store, verdict, me, 1.0, random.Random(seed))}
+        assert drawn == {ChosenChunk(1, 2, 1), ChosenChunk(1, 3, 1)}
+
+    run_virtual(main())
+
+
+def test_every_chunk_is_drawn_as_often_as_the_share_says() -> None:
+    async def main() -> None:
+        done = await committed_round()
+        store, me, rng, share, rounds = done.sides[ME].store, MEMBERS[ME].peer_id, random.Random(7), 0.15, 4000
+        drawn = Counter(one.chunk for _ in range(rounds) for one in choose(store, done.verdict, me, share, rng))
+        expected = audits_a_round(share, 3, store.chunks)
+        assert expected == pytest.approx(0.4)
+        assert drawn.total() / rounds == pytest.approx(expected, rel=0.05)
+        assert set(drawn) == {2, 3, 4, 5}
+        assert max(drawn.values()) < 1.2 * min(drawn.values())
+
+    run_virtual(main())
+
+
+def test_the_bytes_of_audits_are_the_share_of_the_rounds() -> None:
+    """Contributions and means of the same codec: what the first member receives, in and after many rounds."""
+
+    async def main() -> None:
+        done = await committed_round()
+        me = MEMBERS[ME].peer_id
+        carried = sum(size for (_, to), size in done.network.moved_bytes.items() if to == me)
+        auditor, _ = await audited(done, rounds=60, share=0.3)
+        assert auditor.audited_bytes / (60 * carried) == pytest.approx(0.3, rel=0.15)
+
+    run_virtual(main())
+
+
+Fault = Callable[[Step, bytes], bytes]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [lambda payload: b"", lambda payload: payload[:-1] + bytes([payload[-1] ^ 1]), lambda payload: payload + b"x"],
+    ids=["nothing", "other bytes", "too many bytes"],
+)
+def test_an_owner_that_shows_something_else_is_not_accused(fault: Callable[[bytes], bytes]) -> None:
+    """What it shows proves nothing: anybody could have sent it."""
+
+    async def main() -> None:
+        done = await committed_round()
+
+        async def changed(step: Step, payload: bytes) -> bytes:
+            return fault(payload) if step.blob.kind == "included" else payload
+
+        done.network.faults.append(changed)
+        auditor, accused = await audited(done)
+        assert (auditor.audited, accused) == (0, [])
+
+    run_virtual(main())
+
+
+def test_dropped_results_end_no_auditor() -> None:
+    async def main() -> None:
+        done, later = await committed_round(), await committed_round(liar=1)
+        await done.sides[ME].store.close()
+        await audited(done)
+        _, accused = await audited(later, rounds=3)
+        assert accused
+
+    run_virtual(main())
+
+
+# What owners keep ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory_bytes", [2**24, 1000], ids=["in memory", "in a file"])
+def test_an_owner_keeps_what_it_included(memory_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inclusions, "_MEMORY_BYTES", memory_bytes)
+
+    async def main() -> None:
+        done = await committed_round()
+        side = done.sides[1]
+        kept = Inclusions(side.store, 1.0, tmp_path / "serving")
+        size = side.store.leaf_grid.chunk_bytes(*side.store.bounds(2))
+        data = {(chunk, member): bytes([chunk, member]) * (size // 2) for chunk in (2, 3) for member in range(3)}
+        for (chunk, member), one in data.items():
+            kept.keep(chunk, member, memoryview(one))
+        assert {(i // 3, i % 3): bytes(await kept.chunk(i)) for i in range(6, 12)} == data
+        assert bytes(await kept.chunk(0)) == b"", "not ours"
+        kept.close()
+        kept.keep(2, 0, memoryview(b"late"))
+        with pytest.raises(BlobUnavailable):
+            await kept.chunk(6)
+
+    run_virtual(main())
+
+
+def test_a_full_disk_stops_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inclusions, "_MEMORY_BYTES", 10)
+    (tmp_path / "serving").write_text("a file where the folder should be")
+
+    async def main() -> None:
+        done = await committed_round()
+        kept = Inclusions(done.sides[1].store, 1.0, tmp_path / "serving")
+        kept.keep(2, 0, memoryview(bytes(100)))
+        with pytest.raises(BlobUnavailable):
+            await kept.chunk(6)
+
+    run_virtual(main())
+
+
+def test_an_auditor_gets_no_more_than_its_share() -> None:
+    async def main() -> None:
+        kept = (await committed_round()).inclusions[1]
+        kept.begin_reading(b"one")
+        with pytest.raises(Busy):
+            kept.begin_reading(b"one")
+        for other in (b"two", b"three", b"four"):
+            kept.begin_reading(other)
+        with pytest.raises(Busy):
+            kept.begin_reading(b"five")
+        kept.end_reading(b"two")
+        kept.begin_reading(b"five")
+        kept.end_reading(b"one")
+        most = math.floor(4 * audits_a_round(1.0, 3, 6))
+        for _ in range(most):
+            kept.begin_reading(b"one")
+            kept.end_reading(b"one")
+        with pytest.raises(BlobUnavailable):
+            kept.begin_reading(b"one")
+
+    run_virtual(main())

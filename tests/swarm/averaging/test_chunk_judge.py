@@ -1,0 +1,169 @@
+"""Evidence proves a wrong mean, and whatever else is done to it proves nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from tests.fakes.audits import HOST, committed_round, facts, signed
+from tests.fakes.codec_maps import get_codec_map
+from tests.fakes.virtual_clock import run_virtual
+
+from shoal.compression.formats import CODEC_NAMES
+from shoal.swarm.averaging.chunk_judge import RunFacts, judge
+from shoal.swarm.errors import WireError
+from shoal.swarm.protocol.evidence import Evidence, ShownContribution, evidence_id, pack_evidence, unpack_evidence
+from shoal.swarm.protocol.identity import Identity
+
+PART, CHUNK = 1, 2
+
+
+def evidence_of(codec: str = "int8", liar: int | None = None, mean: str = "weighted") -> Evidence:
+    async def main() -> Evidence:
+        done = await committed_round(codec, liar, mean)
+        return unpack_evidence(await done.evidence(PART, CHUNK))
+
+    return run_virtual(main())
+
+
+WRONG, RIGHT = evidence_of(liar=1), evidence_of()
+FACTS = facts("int8")
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_an_honest_mean_is_innocent(codec: str) -> None:
+    found = judge(pack_evidence(evidence_of(codec)), facts(codec))
+    assert (found.word, found.round) == ("innocent", 3)
+
+
+@pytest.mark.parametrize("mean", ["clip", "trimmed"])
+def test_a_robust_mean_can_be_judged(mean: str) -> None:
+    assert judge(pack_evidence(evidence_of(mean=mean)), FACTS).word == "innocent"
+    assert judge(pack_evidence(evidence_of(liar=1, mean=mean)), FACTS).word == "guilty"
+
+
+def test_a_made_up_mean_is_proven() -> None:
+    found = judge(pack_evidence(WRONG), FACTS)
+    plan = WRONG.verdict.plan
+    assert plan is not None
+    assert (found.word, found.maker) == ("guilty", plan.members[1].peer)
+
+
+def test_another_members_lie_proves_nothing_about_an_honest_one() -> None:
+    assert judge(pack_evidence(evidence_of(liar=0)), FACTS).word == "innocent"
+
+
+def changed(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def changed_start(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def with_contribution(evidence: Evidence, change: Callable[[bytes], bytes]) -> Evidence:
+    first, *others = evidence.contributions
+    return evidence.model_copy(
+        update={"contributions": (first.model_copy(update={"data": change(first.data)}), *others)}
+    )
+
+
+def with_verdict(evidence: Evidence, *, sign: bool = False, **fields: Any) -> Evidence:
+    verdict = evidence.verdict.model_copy(update=fields)
+    return evidence.model_copy(update={"verdict": signed(verdict) if sign else verdict})
+
+
+def with_weight(evidence: Evidence) -> Evidence:
+    plan = evidence.verdict.plan
+    assert plan is not None
+    first, *others = plan.members
+    heavier = first.model_copy(update={"weight_tokens": first.weight_tokens + 1})
+    return with_verdict(evidence, plan=plan.model_copy(update={"members": (heavier, *others)}))
+
+
+TAMPERED: dict[str, Callable[[Evidence], Evidence]] = {
+    "the verdict's signature": lambda one: with_verdict(one, signature=changed(one.verdict.signature)),
+    "the verdict's hash": lambda one: with_verdict(one, chain=changed(one.verdict.chain)),
+    "a digest": lambda one: with_verdict(one, digests=tuple(map(changed, one.verdict.digests))),  # type: ignore[arg-type]
+    "a weight": with_weight,
+    "another run": lambda one: with_verdict(one, sign=True, run_hash=b"s" * 32),
+    "an aborted round": lambda one: with_verdict(one, sign=True, committed=False),
+    "a void part": lambda one: with_verdict(one, sign=True, digests=(None, None, None)),
+    "too few digests": lambda one: with_verdict(one, sign=True, digests=one.verdict.digests[:2]),
+    "no plan": lambda one: with_verdict(one, sign=True, plan=None),
+    "another part": lambda one: one.model_copy(update={"part": 0}),
+    "no part": lambda one: one.model_copy(update={"part": 3}),
+    "another chunk": lambda one: one.model_copy(update={"chunk": CHUNK + 1}),
+    "a chunk of another part": lambda one: one.model_copy(update={"chunk": 0}),
+    "no chunk": lambda one: one.model_copy(update={"chunk": 10**6}),
+    "the result": lambda one: one.model_copy(update={"result": changed(one.result)}),
+    "the result's header": lambda one: one.model_copy(update={"result": changed_start(one.result)}),
+    "a cut result": lambda one: one.model_copy(update={"result": one.result[:-1]}),
+    "no result": lambda one: one.model_copy(update={"result": b""}),
+    "the path": lambda one: one.model_copy(update={"path": changed(one.path)}),
+    "a cut path": lambda one: one.model_copy(update={"path": one.path[:-1]}),
+    "no path": lambda one: one.model_copy(update={"path": b""}),
+    "a contribution": lambda one: with_contribution(one, changed_start),
+    "a contribution's path": lambda one: with_contribution(one, changed),
+    "a cut contribution": lambda one: with_contribution(one, lambda data: data[:-1]),
+    "no contribution": lambda one: with_contribution(one, lambda data: b""),
+    "a missing contribution": lambda one: one.model_copy(update={"contributions": one.contributions[1:]}),
+    "no contributions": lambda one: one.model_copy(update={"contributions": ()}),
+    "swapped contributions": lambda one: one.model_copy(update={"contributions": one.contributions[::-1]}),
+    "a contribution twice": lambda one: one.model_copy(
+        update={"contributions": (one.contributions[0], *one.contributions[:2])}
+    ),
+    "another member's contribution": lambda one: one.model_copy(
+        update={
+            "contributions": tuple(
+                ShownContribution(member=at, data=one.contributions[-1 - at].data) for at in range(3)
+            )
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+@pytest.mark.parametrize("evidence", [WRONG, RIGHT], ids=["of a lie", "of the truth"])
+def test_tampered_evidence_is_void(evidence: Evidence, what: str) -> None:
+    tampered = TAMPERED[what](evidence)
+    assert tampered != evidence
+    assert judge(pack_evidence(tampered), FACTS).word == "void"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        RunFacts(b"s" * 32, HOST.public_key, FACTS.elements, FACTS.codec_map),
+        RunFacts(FACTS.run_hash, Identity.generate().public_key, FACTS.elements, FACTS.codec_map),
+        RunFacts(FACTS.run_hash, HOST.public_key, FACTS.elements + 1, FACTS.codec_map),
+        RunFacts(FACTS.run_hash, HOST.public_key, FACTS.elements, get_codec_map("float32")),
+    ],
+    ids=["run", "host", "model", "codec"],
+)
+def test_evidence_of_another_run_is_void(other: RunFacts) -> None:
+    assert judge(pack_evidence(WRONG), other).word == "void"
+
+
+def test_evidence_has_one_encoding() -> None:
+    data = pack_evidence(WRONG)
+    assert pack_evidence(unpack_evidence(data)) == data
+    assert evidence_id(data) != evidence_id(pack_evidence(RIGHT))
+    fields = msgpack.unpackb(data)
+    other = msgpack.packb(dict(reversed(fields.items())))
+    with pytest.raises(WireError, match="another way"):
+        unpack_evidence(other)
+    assert judge(other, FACTS).word == "void"
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"\x90", bytes(1000), b"\xdf\xff\xff\xff\xff"])
+def test_bytes_that_are_no_evidence_are_void(data: bytes) -> None:
+    assert judge(data, FACTS).word == "void"
+
+
+def test_a_stranger_cannot_make_the_judge_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.swarm.protocol.evidence.MAX_EVIDENCE_BYTES", 1000)
+    with pytest.raises(WireError, match="too large"):
+        unpack_evidence(bytes(1001))
+    with pytest.raises(WireError, match="too large"):
+        pack_evidence(WRONG)
