@@ -42,17 +42,17 @@ class ChosenChunk:
 
 
 def auditable(store: ResultStore, verdict: Verdict, me: str) -> Iterator[ChosenChunk]:
-    """Yield the chunks of a committed round that can be checked: made by others, with members in them that were summed
-    one by one."""
+    """Yield the chunks of a committed round that can be checked: others have signed for them, and their members were
+    summed one by one."""
     members = store.plan.members
-    for number, (part, digest) in enumerate(zip(store.plan.parts, verdict.digests, strict=True)):
-        if digest is None or members[part.owner].peer == me or len(members) == 1:
+    for number, (digest, made) in enumerate(zip(verdict.digests, verdict.makers, strict=False)):
+        if digest is None or made is None or members[made.member].peer == me:
             continue
-        for chunk in store.chunks_of(part):
+        for chunk in (one for first, stop in made.chunks for one in range(first, stop)):
             header = store.group.header(store[chunk])
             size = store.leaf_grid.chunk_bytes(*store.bounds(chunk)) * (len(header.included) + 1)
             if header.included and not header.reduced_rows and size < MAX_EVIDENCE_BYTES / 2:
-                yield ChosenChunk(number, chunk, part.owner)
+                yield ChosenChunk(number, chunk, made.member)
 
 
 def choose(store: ResultStore, verdict: Verdict, me: str, share: float, rng: random.Random) -> list[ChosenChunk]:

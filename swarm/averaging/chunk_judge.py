@@ -19,6 +19,7 @@ from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.evidence import Evidence, ShownContribution, pack_evidence, unpack_evidence
 from shoal.swarm.protocol.rounds import Part, RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.statements import PartStatement, has_signed
 from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
@@ -58,7 +59,7 @@ def judge(data: bytes, facts: RunFacts) -> Judgement:
     try:
         evidence = unpack_evidence(data)
         plan, part = _committed(evidence, facts)
-        maker = plan.members[part.owner].peer
+        maker = _maker(evidence, plan)
         store = ResultStore(plan, facts.codec_map)
         included = _included(evidence, store, part)
         packed = {
@@ -84,6 +85,20 @@ def _committed(evidence: Evidence, facts: RunFacts) -> tuple[RoundPlan, Part]:
     if evidence.part >= len(plan.parts) or verdict.digests[evidence.part] is None:
         raise WireError("the verdict has not committed that part")
     return plan, plan.parts[evidence.part]
+
+
+def _maker(evidence: Evidence, plan: RoundPlan) -> str:
+    """Return the member that has signed for this chunk under this plan. Raises ``WireError`` if nobody has."""
+    statement, chunk = PartStatement.of(evidence.verdict, evidence.part), evidence.chunk
+    made = evidence.verdict.makers[evidence.part] if statement is not None else None
+    if statement is None or made is None or made.member >= len(plan.members):
+        raise WireError("nobody has signed for that part")
+    maker = plan.members[made.member]
+    if not any(start <= chunk < stop for start, stop in made.chunks):
+        raise WireError("its maker has not signed for that chunk")
+    if not has_signed(maker.identity_key, maker.peer, made.signature, statement.bytes_to_sign()):
+        raise WireError("the part is not signed by its maker")
+    return maker.peer
 
 
 def _included(evidence: Evidence, store: ResultStore, part: Part) -> list[int]:

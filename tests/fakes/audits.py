@@ -1,6 +1,8 @@
 """A committed round on the in-memory network whose means can be audited, with an owner that may lie."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.exchanges import Side, digests, make_sides, run_all
@@ -10,7 +12,8 @@ from shoal.swarm.averaging.chunk_judge import RunFacts, make_evidence
 from shoal.swarm.averaging.inclusions import Inclusions
 from shoal.swarm.coordinator.round_plan import chunk_elements, split
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
+from shoal.swarm.protocol.rounds import Part, PartMaker, PlanMember, RoundPlan, Verdict
+from shoal.swarm.protocol.statements import ChunkRanges, PartStatement
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
 HOST = Identity.generate()
@@ -18,6 +21,9 @@ MEMBERS = sorted((Identity.generate() for _ in range(3)), key=lambda one: one.pe
 RUN_HASH = b"r" * 32
 ELEMENTS = 5 * 4096 + 123
 """Six chunks, the last one short; two for each member."""
+
+
+Made = Mapping[int, ChunkRanges]
 
 
 @dataclass
@@ -52,7 +58,10 @@ def make_plan(mean: str = "weighted") -> RoundPlan:
         anchor_version=1,
         state_digest=bytes(32),
         chunk_elements=chunk,
-        members=tuple(PlanMember(peer=one.peer_id, weight_tokens=7 + at) for at, one in enumerate(MEMBERS)),
+        members=tuple(
+            PlanMember(peer=one.peer_id, weight_tokens=7 + at, identity_key=one.public_key)
+            for at, one in enumerate(MEMBERS)
+        ),
         parts=tuple(
             Part(owner=owner, start=start, stop=stop)
             for owner, start, stop in split(ELEMENTS, [1 / len(MEMBERS)] * len(MEMBERS), chunk)
@@ -71,6 +80,19 @@ def signed(verdict: Verdict) -> Verdict:
     return verdict.model_copy(update={"chain": chain, "signature": HOST.sign(signed_bytes(chain))})
 
 
+def signed_part(verdict: Verdict, part: int, made: Made) -> PartMaker:
+    """Return the owner's signature of a part. ``made``: the ranges of chunks that it has made, by part, if not all."""
+    plan = verdict.plan
+    assert plan is not None
+    one, size = plan.parts[part], plan.chunk_elements
+    chunks = made.get(part, ((one.start // size, -(-one.stop // size)),))
+    maker = PartMaker(member=one.owner, chunks=chunks, signature=bytes(64))
+    unsigned = verdict.model_copy(update={"makers": (None,) * part + (maker,)})
+    statement = PartStatement.of(unsigned, part)
+    assert statement is not None
+    return maker.model_copy(update={"signature": MEMBERS[one.owner].sign(statement.bytes_to_sign())})
+
+
 def lie(side: Side) -> None:
     """Make this owner change one bit of each of its means."""
     store = side.store
@@ -84,7 +106,11 @@ def lie(side: Side) -> None:
 
 
 async def committed_round(
-    codec: str = "int8", liar: int | None = None, mean: str = "weighted", run_hash: bytes = RUN_HASH
+    codec: str = "int8",
+    liar: int | None = None,
+    mean: str = "weighted",
+    run_hash: bytes = RUN_HASH,
+    made: Made = MappingProxyType({}),
 ) -> AuditedRound:
     network = MemoryNetwork()
     sides = make_sides(network, make_plan(mean), codec)
@@ -114,4 +140,5 @@ async def committed_round(
         chain=bytes(32),
         signature=b"",
     )
-    return AuditedRound(network, sides, inclusions, signed(verdict))
+    makers = tuple(signed_part(verdict, part, made) for part in range(len(plan.parts)))
+    return AuditedRound(network, sides, inclusions, signed(verdict.model_copy(update={"makers": makers})))

@@ -49,6 +49,16 @@ def test_a_made_up_mean_is_proven() -> None:
     assert (found.word, found.maker) == ("guilty", plan.members[1].peer)
 
 
+def test_a_stand_in_does_not_answer_for_chunks_that_it_adopted() -> None:
+    """It signs for those that it has made itself, and proves nothing about the others."""
+
+    async def main() -> Evidence:
+        done = await committed_round(liar=1, made={PART: ((CHUNK + 1, CHUNK + 2),)})
+        return unpack_evidence(await done.evidence(PART, CHUNK))
+
+    assert judge(pack_evidence(run_virtual(main())), FACTS).word == "void"
+
+
 def test_another_members_lie_proves_nothing_about_an_honest_one() -> None:
     assert judge(pack_evidence(evidence_of(liar=0)), FACTS).word == "innocent"
 
@@ -73,12 +83,21 @@ def with_verdict(evidence: Evidence, *, sign: bool = False, **fields: Any) -> Ev
     return evidence.model_copy(update={"verdict": signed(verdict) if sign else verdict})
 
 
-def with_weight(evidence: Evidence) -> Evidence:
+def with_weight(evidence: Evidence, *, sign: bool = False) -> Evidence:
     plan = evidence.verdict.plan
     assert plan is not None
     first, *others = plan.members
     heavier = first.model_copy(update={"weight_tokens": first.weight_tokens + 1})
-    return with_verdict(evidence, plan=plan.model_copy(update={"members": (heavier, *others)}))
+    return with_verdict(evidence, sign=sign, plan=plan.model_copy(update={"members": (heavier, *others)}))
+
+
+def with_maker(evidence: Evidence, **fields: Any) -> Evidence:
+    """The same, whatever the host signs."""
+    makers = list(evidence.verdict.makers)
+    maker = makers[PART]
+    assert maker is not None
+    makers[PART] = maker.model_copy(update=fields)
+    return with_verdict(evidence, sign=True, makers=tuple(makers))
 
 
 TAMPERED: dict[str, Callable[[Evidence], Evidence]] = {
@@ -90,6 +109,13 @@ TAMPERED: dict[str, Callable[[Evidence], Evidence]] = {
     "an aborted round": lambda one: with_verdict(one, sign=True, committed=False),
     "a void part": lambda one: with_verdict(one, sign=True, digests=(None, None, None)),
     "too few digests": lambda one: with_verdict(one, sign=True, digests=one.verdict.digests[:2]),
+    "no makers": lambda one: with_verdict(one, sign=True, makers=()),
+    "no maker": lambda one: with_verdict(one, sign=True, makers=(None, None, None)),
+    "another maker": lambda one: with_maker(one, member=0),
+    "a maker that is not in the plan": lambda one: with_maker(one, member=3),
+    "the maker's signature": lambda one: with_maker(one, signature=bytes(64)),
+    "chunks that the maker did not sign for": lambda one: with_maker(one, chunks=((CHUNK, CHUNK + 1),)),
+    "a plan that the maker did not sign for": lambda one: with_weight(one, sign=True),
     "no plan": lambda one: with_verdict(one, sign=True, plan=None),
     "another part": lambda one: one.model_copy(update={"part": 0}),
     "no part": lambda one: one.model_copy(update={"part": 3}),
