@@ -150,6 +150,15 @@ HOST_EVENTS: Mapping[str, EventKind] = {
         "the host has banned an identity",
         {"peer": "its id", "network": "the network that is banned with it, or empty", "note": "the host's remark"},
     ),
+    "member_expelled": EventKind(
+        "a member is banned, as evidence proves that it signed a wrong mean",
+        {
+            "peer": "its id",
+            "round": "number of the round",
+            "accuser": "id of the member that showed the evidence",
+            "evidence": "the evidence's id; the host's folder has it under that name",
+        },
+    ),
     "peer_allowed": EventKind("the host has lifted a ban, or has put an identity on its list", {"peer": "its id"}),
     "round_closing": EventKind("a round takes no more work", {"round": "number of the round"}),
     "round_reopened": EventKind(

@@ -13,6 +13,7 @@
     │   ├── DeviceError         16    the device is missing or too small
     │   ├── StateFileError      17    a checkpoint or model file is missing, damaged or of another run
     │   │   └── SealedForOthers 18    the checkpoint is encrypted, but not for this identity
+    │   ├── WrongEvidence       57    evidence for an expulsion is missing, damaged, or does not prove it
     │   ├── Diverged            19    training produces infinite values or NaN
     │   └── NotAccepted         50    the owner of this machine has not agreed to the run
     ├── LinkError                     another machine, or the connection to it, failed
@@ -107,6 +108,12 @@ class SealedForOthers(StateFileError):
     """The checkpoint is encrypted, and this identity is not among its readers."""
 
     exit_code = 18
+
+
+class WrongEvidence(UserError):
+    """The evidence for an expulsion is missing, damaged, or does not prove what the host has recorded."""
+
+    exit_code = 57
 
 
 class Diverged(UserError):

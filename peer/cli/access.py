@@ -286,18 +286,7 @@ def show_records(source: str, keys: Path, *, as_json: bool) -> None:
     Raises ``StateFileError`` for a broken chain, after printing what comes before the break."""
     import json
 
-    from shoal.swarm.errors import WireError
-    from shoal.swarm.protocol.access_records import RecordCheck
-
-    run_hash, host_key, records = _records(source, keys)
-    check, checked, broken = RecordCheck(run_hash, host_key), [], ""
-    for record in records:
-        try:
-            check.add(record)
-        except WireError as error:
-            broken = str(error)
-            break
-        checked.append(record)
+    _, checked, broken = checked_records(source, keys)
     if as_json:
         from shoal.peer.terminal.views import jsonable
 
@@ -309,6 +298,24 @@ def show_records(source: str, keys: Path, *, as_json: bool) -> None:
             console.print(Text(f"{len(checked)} records: all hashes, links and signatures are right.", style="dim"))
     if broken:
         raise StateFileError(f"the chain of access records is broken: {broken}")
+
+
+def checked_records(source: str, keys: Path) -> tuple[bytes, list[AccessRecord], str]:
+    """Return the host's public key, a run's records up to a break in their chain, and what is wrong there, if it
+    breaks. Arguments as of ``show_records``."""
+    from shoal.swarm.errors import WireError
+    from shoal.swarm.protocol.access_records import RecordCheck
+
+    run_hash, host_key, records = _records(source, keys)
+    check = RecordCheck(run_hash, host_key)
+    checked: list[AccessRecord] = []
+    for record in records:
+        try:
+            check.add(record)
+        except WireError as error:
+            return host_key, checked, str(error)
+        checked.append(record)
+    return host_key, checked, ""
 
 
 def _records(source: str, keys: Path) -> tuple[bytes, bytes, list[AccessRecord]]:
@@ -357,7 +364,10 @@ def records_table(records: list[AccessRecord]) -> Table:
         limits = [f"{one.uses} uses"] * bool(one.uses) + [f"until {when(one.expires_s)}"] * bool(one.expires_s)
         refused = [f"{each.count} {each.reason}" for each in one.refused]
         invite = [f"invite {one.invite}"] * bool(one.invite)
-        about = ", ".join(filter(None, [_plain(one.name), one.role, one.network, *invite, *limits, _plain(one.text)]))
+        evidence = [f"evidence {one.evidence.hex()[:16]} of round {one.round}"] if one.evidence else []
+        about = ", ".join(
+            filter(None, [*evidence, _plain(one.name), one.role, one.network, *invite, *limits, _plain(one.text)])
+        )
         table.add_row(when(one.at_s), one.kind, one.peer, about or ", ".join(refused))
     return table
 

@@ -50,6 +50,13 @@ def log_command(
         bool,
         typer.Option("--members", help="For hosts: who came and went, and what was decided on that."),
     ] = False,
+    audit: Annotated[
+        bool,
+        typer.Option("--audit", help="For hosts: who was expelled for a wrong mean, and by which evidence."),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="With --audit: judge the evidence in the host's folder again.")
+    ] = False,
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Show a run's history: the verdict of each round. Hashes and signatures are checked from the first round on."""
@@ -58,6 +65,14 @@ def log_command(
         from shoal.swarm.protocol.invite import invite_text
 
         show_records(invite_text(run), identity, as_json=as_json)
+        return
+    if check and not audit:
+        raise UserError("--check is for --audit")
+    if audit:
+        from shoal.peer.cli.audits import show_audits
+        from shoal.swarm.protocol.invite import invite_text
+
+        show_audits(invite_text(run), identity, console, check=check, as_json=as_json)
         return
     from shoal.peer.cli.log import open_log, show_log
 

@@ -29,6 +29,9 @@ def describe_event(event: ev.JournalEvent, stage: int | None = None) -> Event | 
             return make_event("member_kicked", peer=event.peer, note=event.note, **about)
         case ev.PeerBanned():
             return make_event("peer_banned", peer=event.peer, network=event.network, note=event.note, **about)
+        case ev.MemberExpelled():
+            evidence = {"accuser": event.accuser, "evidence": event.evidence.hex()}
+            return make_event("member_expelled", peer=event.peer, round=event.round, **evidence, **about)
         case ev.PeerAllowed():
             return make_event("peer_allowed", peer=event.peer, **about)
         case ev.RoundClosing():

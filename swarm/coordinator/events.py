@@ -463,6 +463,22 @@ def verdicts_in(events: Iterable[JournalEvent]) -> dict[int, VerdictGiven]:
     return found
 
 
+def models_in(events: Iterable[JournalEvent]) -> dict[int, PeerToCoordinatorDescribeModel]:
+    """Return the models that the events describe, by scope."""
+    found: dict[int, PeerToCoordinatorDescribeModel] = {}
+    for event in events:
+        match event:
+            case ModelDescribed(model=model):
+                found[0] = model
+            case InScope(scope=scope, event=ModelDescribed(model=model)):
+                found[scope] = model
+            case RunSnapshot(model=kept) if kept is not None:
+                found[0] = kept
+            case PipelineSnapshot(stages=stages):
+                found |= {scope: one.model for scope, one in enumerate(stages, 1) if one.model is not None}
+    return found
+
+
 EVENTS: dict[str, type[JournalEvent]] = {
     cls.__name__: cls for cls in JournalEvent.__subclasses__() if cls is not InScope
 }

@@ -1,82 +1,20 @@
 """Evidence as members show it to a coordinator: an expulsion that stands in the journal, or nothing at all."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.fakes.audits import ELEMENTS, HOST, MEMBERS, committed_round
-from tests.fakes.virtual_clock import run_virtual
-from tests.swarm.coordinator.world import CPU, entry, heartbeat
+from tests.fakes.hearings import GUILTY, INNOCENT, LIAR, serving, show
+from tests.swarm.coordinator.world import entry
 
-from shoal.swarm.coordinator.events import JournalEvent, MemberExpelled
+from shoal.swarm.coordinator.events import MemberExpelled
 from shoal.swarm.coordinator.local_journal import LocalJournal, evidence_path
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import NotAdmitted, Removed, TryLater, WireError
 from shoal.swarm.protocol.evidence import evidence_id
-from shoal.swarm.protocol.messages import (
-    EVIDENCE_PIECE_BYTES,
-    PeerToCoordinatorDescribeModel,
-    PeerToCoordinatorShowEvidence,
-)
-from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.protocol.types import TensorSpec
-
-TOML = '[run]\nname = "tiny"\n[recipe]\nname = "own"\n[access]\nadmission = "open"\n[round]\ntokens = 100000\n'
-RUN = parse_run_file(TOML)
-MODEL = PeerToCoordinatorDescribeModel(
-    layout=(TensorSpec(name="w", shape=(ELEMENTS,)),), corpus_digest=b"c" * 32, tokens_per_sample=10, samples=64
-)
-LIAR = MEMBERS[1].peer_id
-
-
-def evidence_of(liar: int | None) -> bytes:
-    async def main() -> bytes:
-        return await (await committed_round(liar=liar, run_hash=RUN.hash)).evidence(1, 2)
-
-    return run_virtual(main())
-
-
-GUILTY, INNOCENT = evidence_of(1), evidence_of(None)
-
-
-def serving(
-    folder: Path, test: Callable[[CoordinatorService, LocalJournal], Coroutine[Any, Any, None]]
-) -> list[JournalEvent]:
-    """Run a test with a coordinator that has two members and an observer; return what it has journaled."""
-
-    async def main() -> list[JournalEvent]:
-        journal = LocalJournal(folder, RUN.hash, TOML)
-        try:
-            async with CoordinatorService.serve(TOML, RUN, HOST, ("127.0.0.1", 0), journal, journal.lease()) as service:
-                for number in (1, 2):
-                    service.scope.admission.join(entry(number), CPU, service.run.log.now_s)
-                    service.handlers[0].rounds.describe_model(entry(number).peer, MODEL)  # type: ignore[union-attr]
-                    service.scope.heartbeat(entry(number).peer, heartbeat(), service.run.log.now_s)
-                service.scope.admission.join(entry(3, role="observer"), CPU, service.run.log.now_s)
-                await test(service, journal)
-            return journal.read(0)
-        finally:
-            journal.close()
-
-    return asyncio.run(main())
-
-
-async def show(service: CoordinatorService, number: int, data: bytes, size: int = EVIDENCE_PIECE_BYTES) -> str:
-    """Show evidence as this member; returns the last receipt's judgement."""
-    channel: Any = SimpleNamespace(remote_key=entry(number).certificate.curve_key)
-    judgement = ""
-    for start in range(0, len(data), size):
-        message = PeerToCoordinatorShowEvidence(
-            evidence=evidence_id(data), size_bytes=len(data), start=start, data=data[start : start + size]
-        )
-        receipt: Any = await service.handlers[0]._show_evidence(channel, message)
-        assert receipt.evidence == evidence_id(data)
-        judgement = receipt.judgement
-        assert judgement == "incomplete" or start + size >= len(data)
-    return str(judgement)
+from shoal.swarm.protocol.messages import PeerToCoordinatorShowEvidence
 
 
 def test_a_proven_liar_is_expelled_once_and_stays_out(tmp_path: Path) -> None:
