@@ -57,6 +57,7 @@ EVENTS: dict[str, ev.JournalEvent] = {
     "AccessRecorded": ev.AccessRecorded(record=AccessRecord(number=0, at_s=1.0, kind="refused")),
     "MemberKicked": ev.MemberKicked(peer=PEERS[0], curve_key=bytes(32), note="too slow", at_s=1.0),
     "PeerBanned": ev.PeerBanned(peer=PEERS[0], network="10.0.0.0/24", at_s=1.0),
+    "MemberExpelled": ev.MemberExpelled(peer=PEERS[0], evidence=b"e" * 32, accuser=PEERS[1], round=1, at_s=1.0),
     "PeerAllowed": ev.PeerAllowed(peer=PEERS[0], at_s=1.0),
     "ProcessBanned": ev.ProcessBanned(curve_key=bytes(32)),
     "InviteMade": ev.InviteMade(terms=InviteTerms(id="abcdefgh", role="trainer", uses=1), at_s=1.0),
