@@ -226,9 +226,13 @@ class BlobUnavailable(LinkError):
 
 
 class Busy(LinkError):
-    """The other side offers the bytes but has more urgent work; ask again soon."""
+    """The other side offers the bytes but has more urgent work; ask again soon, or after ``retry_s``."""
 
     exit_code = 32
+
+    def __init__(self, message: str = "", retry_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class LinkClosed(LinkError):
@@ -292,10 +296,13 @@ REMOTE_ERRORS: dict[str, type[ShoalError]] = {
 """The errors that a ``RequestFailed`` or ``PeerToPeerStreamEnded`` message may name, by class name."""
 
 
-def remote_error(code: str, message: str) -> ShoalError:
+def remote_error(code: str, message: str, retry_s: float = 0.0) -> ShoalError:
     """The other side's error, by its class name; without control characters, as its message may reach a terminal."""
     printable = "".join(letter if letter.isprintable() else "?" for letter in message)
-    return REMOTE_ERRORS.get(code, LinkError)(printable)
+    error = REMOTE_ERRORS.get(code, LinkError)(printable)
+    if isinstance(error, Busy):
+        error.retry_s = retry_s
+    return error
 
 
 def words_for_others(error: ShoalError) -> str:

@@ -34,11 +34,16 @@ _MAX_WAITING = 2
 
 
 class RecordSource:
-    """A record's chunks, read from its file when they are requested (a ``ChunkSource``); ``on_damage`` is called if it
-    is damaged."""
+    """A record's chunks, read from its file when they are requested (a ``DownloadSource``); ``on_damage`` is called
+    if it is damaged."""
 
-    def __init__(self, record: RoundRecord, on_damage: Callable[[StateFileError], None]) -> None:
+    def __init__(
+        self, record: RoundRecord, on_damage: Callable[[StateFileError], None], state_vectors: int = 0
+    ) -> None:
+        """``state_vectors``: vectors of the model's size in a state."""
         self.chunks = len(record.lengths)
+        plan = record.verdict.plan
+        self.state_bytes = 4 * state_vectors * plan.parts[-1].stop if plan is not None else 0
         self._record = record
         self._on_damage = on_damage
         self._is_whole = False
@@ -168,7 +173,7 @@ class RecordArchive:
                 del self._offered[number]
                 self._endpoint.retract(_blob(number))
 
-        self._endpoint.publish(_blob(number), RecordSource(record, on_damage))
+        self._endpoint.publish(_blob(number), RecordSource(record, on_damage, self._state_vectors))
 
 
 def _blob(number: int) -> Blob:

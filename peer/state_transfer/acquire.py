@@ -18,7 +18,7 @@ from shoal.peer.state_transfer.start import StartState
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError, RunEnded, StateFileError
+from shoal.swarm.errors import Busy, LinkError, RunEnded, StateFileError
 from shoal.swarm.protocol.types import MAX_KEPT, KeptState
 from shoal.swarm.transport.node import Endpoint
 
@@ -314,7 +314,7 @@ async def acquire_state(
                 last_error = str(error)
                 log.info("version %d of the state cannot be fetched now: %s", wanted.version, error)
             await holder.report_kept(await in_thread(candidates.kept_states))
-            if wanted != newest:
+            if wanted != newest and not isinstance(error, Busy):  # what donors have sent stays
                 await download.drop()
             await asyncio.sleep(_POLL_S)
 

@@ -40,8 +40,9 @@ class StateDonor:
     """Server of this peer's state: of the version that it holds, and of older ones while somebody downloads them.
 
     While a round is averaged here (``pause``) no chunk is sent, and new readers get ``Busy``, which tells them that
-    this peer is alive. ``folder``: where versions are kept that are downloaded when the next step comes; without one
-    they are gone then."""
+    this peer is alive. How much each may download is the data plane's affair (``download_quota.py``), which asks before
+    a reader counts here: who has no quota left does not have versions kept. ``folder``: where versions are kept that
+    are downloaded when the next step comes; without one they are gone then."""
 
     def __init__(
         self, endpoint: Endpoint, keep_s: float, chunk_format: ChunkFormat = RAW, folder: Path | None = None
@@ -137,6 +138,7 @@ class OfferedState:
 
     def __init__(self, donor: StateDonor, state: AnchorState) -> None:
         self.state = state
+        self.state_bytes = 4 * state.shape[0] * state.elements
         self.spool: StateSpool | None = None
         self.streams = 0
         self.last_read_s = float("-inf")
@@ -176,10 +178,12 @@ class OfferedState:
 
 
 class StateSource:
-    """The values of a state, or rounded to bfloat16 those of its anchor alone, in chunks (a ``CountedSource``)."""
+    """The values of a state, or rounded to bfloat16 those of its anchor alone, in chunks (a ``CountedSource`` and
+    ``DownloadSource``)."""
 
     def __init__(self, offered: OfferedState, donor: StateDonor, chunk_format: ChunkFormat) -> None:
         self.chunks = chunks_in(offered.state.elements)
+        self.state_bytes = offered.state_bytes
         self._offered = offered
         self._donor = donor
         self._format = chunk_format
@@ -216,12 +220,14 @@ class StateSource:
 
 
 class DigestSource:
-    """The digests of ``count`` chunks of a state, in pieces of 1 MiB themselves (a ``CountedSource``).
+    """The digests of ``count`` chunks of a state, in pieces of 1 MiB themselves (a ``CountedSource`` and
+    ``DownloadSource``).
 
     ``compute`` is called in a worker thread once somebody requests them. Who has the digests will want the chunks."""
 
     def __init__(self, count: int, compute: Callable[[], bytes], offered: OfferedState) -> None:
         self.chunks = pieces_in(DIGEST_BYTES * count)
+        self.state_bytes = offered.state_bytes
         self._compute = compute
         self._digests = b""
         self._offered = offered

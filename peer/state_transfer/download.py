@@ -36,6 +36,8 @@ MAX_RUN_BYTES = 2**22
 _MORE_BYTES = 2**12  # a packed chunk of noise is slightly longer than its values
 _RUN_S = 0.5
 _BUSY_RETRY_S = 0.5
+_BUSY_WAIT_S, _MOST_WAIT_S = 10.0, 600.0
+"""Longest wait for a busy donor before others take over its share, and before it is asked again whatever it says."""
 _POLL_S = 1.0
 
 Report = Callable[..., Any]
@@ -155,7 +157,8 @@ class StateDownload:
     """Download of one state: chooses donors, divides the chunks among them, checks what they send.
 
     ``donors`` gives the peers to ask, in order of preference; it is called again and again, as members come and go. A
-    donor that is silent for ``progress_s`` is not asked for a while; a donor that answers ``Busy`` is not silent. A
+    donor that is silent for ``progress_s`` is not asked for a while; a donor that answers ``Busy`` is not silent, but
+    is left alone for as long as it says if that is long: its quota for us is used up, and others have some. A
     donor that sent wrong data is refused until ``readmit_donors``."""
 
     def __init__(
@@ -176,15 +179,21 @@ class StateDownload:
         self._buffer_bytes = max(PIECE_BYTES, partial.wanted.chunk_bytes(0) + _MORE_BYTES)
         self._refused: set[str] = set()
         self._readmit_from_s = -math.inf
+        self._spent: dict[str, tuple[float, Busy]] = {}
+        """Donors whose quota for us is used up: until when, and what they said. Kept from attempt to attempt."""
         self._changed = asyncio.Event()
 
     def _start_attempt(self) -> None:
         self._shares = ChunkShares(self.partial.missing)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._retry_from_s: dict[str, float] = {}
+        now_s = asyncio.get_running_loop().time()
+        self._spent = {peer: one for peer, one in self._spent.items() if now_s < one[0]}
+        self._retry_from_s = {peer: until_s for peer, (until_s, _) in self._spent.items()}
         self._delivered = Counter[str]()
         version = self.partial.wanted.version
         self._last_error = LinkError(f"no member of the run offers version {version} of the state yet")
+        for _, error in self._spent.values():
+            self._last_error = error
 
     async def run(self) -> PartialState:
         """Fetch all missing chunks. May be called again after an error, and resumes with the chunks that are here.
@@ -236,6 +245,11 @@ class StateDownload:
                     tasks.create_task(self._fetch_runs(donor))
         except _WrongData as error:
             self._refuse(peer, str(error))
+        except Busy as error:
+            self._last_error = Busy(f"{peer}: {error}", error.retry_s)
+            until_s = asyncio.get_running_loop().time() + min(error.retry_s, _MOST_WAIT_S)
+            self._spent[peer], self._retry_from_s[peer] = (until_s, self._last_error), until_s
+            log.info("fetching the state from %s goes on later: %s", peer, error)
         except ShoalError as error:  # includes errors that the donor reported
             self._last_error = LinkError(f"{peer}: {error}")
             self._retry_from_s[peer] = asyncio.get_running_loop().time() + 2 * self._progress_s
@@ -276,17 +290,19 @@ class StateDownload:
             if run is None:
                 await self._wait_for_change()
                 continue
-            is_busy = False
+            is_busy, wait_s = False, 0.0
             try:
                 await self._fetch_run(donor, run)
             except Busy as error:
                 log.debug("%s: %s", donor.peer, error)
-                is_busy = True
+                if error.retry_s > _BUSY_WAIT_S:
+                    raise
+                is_busy, wait_s = True, max(_BUSY_RETRY_S, error.retry_s)
             finally:
                 if self._shares.end_run(run):
                     self._changed.set()
             if is_busy:
-                await asyncio.sleep(_BUSY_RETRY_S)
+                await asyncio.sleep(wait_s)
 
     async def _fetch_run(self, donor: _Donor, run: ChunkRun) -> None:
         loop = asyncio.get_running_loop()

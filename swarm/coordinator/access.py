@@ -5,13 +5,15 @@ are counted by themselves: a flood of strangers does not keep them out."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.swarm.errors import TryLater
 from shoal.swarm.protocol.run_file import AccessSection
+from shoal.swarm.token_buckets import TokenBuckets
 
 REJOINS_PER_MINUTE = 30
 """Joins of one known identity, as of a machine that crashes at once and is started again by a script."""
@@ -22,75 +24,49 @@ OBSERVERS, OBSERVERS_PER_NETWORK = 64, 32
 AT_ONCE, AT_ONCE_PER_NETWORK = 64, 16
 """Joins under way at one time. Each may take seconds and sockets, to dial the newcomer back."""
 
-_MAX_BUCKETS = 4096
-
-
-class Buckets:
-    """Token buckets by key: ``per_minute`` tokens are refilled, and as many may be taken at once."""
-
-    def __init__(self, per_minute: int) -> None:
-        self.per_minute = per_minute
-        self._left: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
-        """Tokens and their moment, in the order of use; a key that is missing has all its tokens."""
-
-    def wait_s(self, key: Hashable, now_s: float) -> float:
-        """Return how long until there is a token; 0 if there is one."""
-        return max(0.0, 1.0 - self._tokens(key, now_s)) * 60.0 / self.per_minute
-
-    def take(self, key: Hashable, now_s: float) -> None:
-        """Take a token of a key that has one."""
-        self._left[key] = (self._tokens(key, now_s) - 1.0, now_s)
-        self._left.move_to_end(key)
-        while len(self._left) > _MAX_BUCKETS:
-            self._left.popitem(last=False)
-
-    def _tokens(self, key: Hashable, now_s: float) -> float:
-        tokens, at_s = self._left.get(key, (float(self.per_minute), now_s))
-        return min(float(self.per_minute), tokens + max(0.0, now_s - at_s) * self.per_minute / 60.0)
-
 
 @dataclass
 class Access:
     """Limits of one run and what is used up of them. Not journaled: they begin anew with the coordinator."""
 
     limits: AccessSection
-    _in_all: Buckets = field(init=False)
-    _networks: Buckets = field(init=False)
-    _known: Buckets = field(init=False, default_factory=lambda: Buckets(REJOINS_PER_MINUTE))
+    _in_all: TokenBuckets[bool] = field(init=False)
+    _networks: TokenBuckets[tuple[str, bool]] = field(init=False)
+    _known: TokenBuckets[str] = field(init=False, default_factory=lambda: _per_minute(REJOINS_PER_MINUTE))
     _under_way: dict[bytes, str] = field(init=False, default_factory=dict)
     """Networks of the joins that are being answered, by CURVE key."""
 
     def __post_init__(self) -> None:
-        self._in_all = Buckets(self.limits.joins_per_minute)
-        self._networks = Buckets(self.limits.joins_per_minute_per_network)
+        self._in_all = _per_minute(self.limits.joins_per_minute)
+        self._networks = _per_minute(self.limits.joins_per_minute_per_network)
 
     def take_known(self, peer: str, now_s: float) -> None:
         """Count the join of a known identity whose certificate is verified. Raises ``TryLater``."""
-        wait_s = self._known.wait_s(peer, now_s)
+        wait_s = self._known.wait_s(peer, 1, now_s)
         if wait_s:
             raise TryLater(
                 f"this identity has joined {REJOINS_PER_MINUTE} times within a minute: try again in {_text(wait_s)}"
             )
-        self._known.take(peer, now_s)
+        self._known.take(peer, 1, now_s)
 
     def take(self, network: str, is_observer: bool, now_s: float) -> None:
         """Count the join of a stranger. Raises ``TryLater``."""
         of_network, of_all = (network, is_observer), is_observer
-        wait_s = self._networks.wait_s(of_network, now_s)
+        wait_s = self._networks.wait_s(of_network, 1, now_s)
         if wait_s:
             raise TryLater(
-                f"this run lets {self._networks.per_minute} a minute in from one network, and so many have come from "
-                f"{network}: try again in {_text(wait_s)} (or ask the host for more [access] "
+                f"this run lets {self.limits.joins_per_minute_per_network} a minute in from one network, and so many "
+                f"have come from {network}: try again in {_text(wait_s)} (or ask the host for more [access] "
                 f"joins_per_minute_per_network)"
             )
-        wait_s = self._in_all.wait_s(of_all, now_s)
+        wait_s = self._in_all.wait_s(of_all, 1, now_s)
         if wait_s:
             raise TryLater(
-                f"this run lets {self._in_all.per_minute} a minute in, and so many have come: "
+                f"this run lets {self.limits.joins_per_minute} a minute in, and so many have come: "
                 f"try again in {_text(wait_s)} (or ask the host for more [access] joins_per_minute)"
             )
-        self._networks.take(of_network, now_s)
-        self._in_all.take(of_all, now_s)
+        self._networks.take(of_network, 1, now_s)
+        self._in_all.take(of_all, 1, now_s)
 
     @contextmanager
     def under_way(self, curve_key: bytes, network: str, is_known: bool) -> Iterator[None]:
@@ -119,6 +95,11 @@ def choose_evicted(network: str, newcomers: Iterable[tuple[str, str, int]]) -> s
         return None
     done = [(standing, -at, peer) for at, (peer, of, standing) in enumerate(here) if of == crowded]
     return min(done)[2]
+
+
+def _per_minute(tokens: int) -> TokenBuckets[Any]:
+    """Buckets of which so many tokens may be taken at once, and as many are refilled a minute."""
+    return TokenBuckets(tokens / 60.0, tokens)
 
 
 def _text(wait_s: float) -> str:

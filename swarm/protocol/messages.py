@@ -591,11 +591,15 @@ class PeerToPeerCloseStream(Message):
 
 
 class PeerToPeerStreamEnded(Message):
-    """Stream control: a stream that the receiver opened has ended early; ``code`` as in ``RequestFailed``."""
+    """Stream control: a stream that the receiver opened has ended early; ``code`` as in ``RequestFailed``.
+
+    ``following``: the first chunk that is not sent; those before are on their way. ``retry_s``: when to ask again."""
 
     stream: StreamNumber
     code: Annotated[str, Field(max_length=64)]
     message: Text
+    following: Index
+    retry_s: Seconds = 0.0
 
 
 class PeerToPeerOfferTensor(Message):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Generic, TypeVar
 
-K = TypeVar("K", bound=Hashable)
+from shoal.swarm.token_buckets import TokenBuckets
+
 T = TypeVar("T", bound=Hashable)
 
 STRANGER_MESSAGE_BYTES = 2**12
@@ -56,7 +57,6 @@ CONNECTIONS_PER_KEY = 4
 _MAX_STRANGERS = 256
 _SAMPLES = 4
 _MAX_ENDED = 4096
-_MAX_BUCKETS = 8192
 
 
 def strangers_allowed(descriptors: int) -> int:
@@ -64,34 +64,6 @@ def strangers_allowed(descriptors: int) -> int:
 
     The rest is kept for members, files and the connections that this process opens itself."""
     return max(8, min(_MAX_STRANGERS, descriptors // 8))
-
-
-class TokenBuckets(Generic[K]):
-    """Token buckets, one for each key.
-
-    A key that takes more than its bucket holds goes into debt, at most one burst deep, and is refused until the debt is
-    paid. When there are too many buckets, those unused for longest are forgotten."""
-
-    def __init__(self, per_s: float, burst: float, most: int = _MAX_BUCKETS) -> None:
-        self._per_s, self._burst, self._most = per_s, burst, most
-        self._levels: dict[K, tuple[float, float]] = {}
-
-    def take(self, key: K, tokens: float, now_s: float) -> bool:
-        """Take tokens; returns whether the bucket was not empty. They are taken in any case."""
-        level = self.level(key, now_s)
-        self._levels.pop(key, None)
-        if len(self._levels) >= self._most:
-            del self._levels[next(iter(self._levels))]
-        self._levels[key] = (max(-self._burst, level - tokens), now_s)
-        return level > 0
-
-    def is_in_debt(self, key: K, now_s: float) -> bool:
-        return self.level(key, now_s) <= 0
-
-    def level(self, key: K, now_s: float) -> float:
-        """Tokens that are left; negative for a debt."""
-        level, since_s = self._levels.get(key, (self._burst, now_s))
-        return min(self._burst, level + self._per_s * (now_s - since_s))
 
 
 class MessageLimits:

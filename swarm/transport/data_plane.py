@@ -16,6 +16,7 @@ from contextlib import suppress
 from shoal.swarm.aio import task_scope
 from shoal.swarm.errors import (
     BlobUnavailable,
+    Busy,
     LinkClosed,
     LinkError,
     ShoalError,
@@ -23,6 +24,7 @@ from shoal.swarm.errors import (
     remote_error,
     words_for_others,
 )
+from shoal.swarm.protocol.addresses import network_of
 from shoal.swarm.protocol.messages import (
     PeerToPeerCloseStream,
     PeerToPeerLinkOpened,
@@ -34,6 +36,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.protocol.wire import Envelope, decode, encode
+from shoal.swarm.transport.download_quota import DownloadQuota, Reader
 from shoal.swarm.transport.frame_crypto import SealedLink, preferred_cipher
 from shoal.swarm.transport.io_thread import MAX_CONNECTIONS_PER_LINK, IoThread
 from shoal.swarm.transport.link import (
@@ -48,7 +51,7 @@ from shoal.swarm.transport.link import (
 )
 from shoal.swarm.transport.shared_memory import OfferedMemory, open_shared
 from shoal.swarm.transport.sockets import connect, is_on_this_machine, listen
-from shoal.swarm.transport.source import ChunkSource, reading
+from shoal.swarm.transport.source import ChunkSource, DownloadSource, reading
 from shoal.swarm.transport.traffic_meter import TrafficMeter
 
 log = logging.getLogger(__name__)
@@ -68,6 +71,9 @@ class DataPlane:
         self.meter = TrafficMeter()
         self.connections_per_link = 1
         """TCP connections of each link that this side opens; over long, fast paths several carry more than one."""
+        self.reader_of: Callable[[bytes, str], Reader] = lambda key, host: Reader(key.hex(), network_of(host))
+        """Who downloads, given the key and the address of the other end of a link."""
+        self._quota = DownloadQuota()
         self._tasks = tasks
         self._links: dict[bytes, Link] = {}
         self._sources: dict[Blob, ChunkSource] = {}
@@ -229,7 +235,7 @@ class DataPlane:
                         self._io_thread.drop_stream(link, number)
                     case PeerToPeerStreamEnded(stream=number) as end:
                         if (incoming := link.incoming.get(number)) is not None:
-                            incoming.fail(remote_error(end.code, end.message))
+                            incoming.end(end.following, remote_error(end.code, end.message, end.retry_s))
                     case PeerToPeerOfferMemory() as offer:
                         self._open_memory(link, offer)
                     case PeerToPeerMemoryOpened() as answer:
@@ -247,9 +253,9 @@ class DataPlane:
         if ask.stream in link.outgoing:
             raise WireError(f"stream number {ask.stream} is in use")
         if len(link.outgoing) >= MAX_STREAMS_PER_LINK:
-            self._end_stream(link, ask, BlobUnavailable("too many streams on this link"))
+            self._end_stream(link, ask, BlobUnavailable("too many streams on this link"), ask.first)
             return
-        stream = link.outgoing[ask.stream] = OutgoingStream(min(ask.credit, MAX_CREDIT))
+        stream = link.outgoing[ask.stream] = OutgoingStream(min(ask.credit, MAX_CREDIT), ask.first)
         stream.task = self._tasks.create_task(self._send_stream(link, stream, ask))
 
     async def _send_stream(self, link: Link, stream: OutgoingStream, ask: PeerToPeerOpenStream) -> None:
@@ -257,21 +263,45 @@ class DataPlane:
             source = self._sources.get(ask.blob) or await self._await_source(ask.blob)
             if ask.stop > source.chunks or ask.first > ask.stop:
                 raise BlobUnavailable(f"{ask.blob.kind} {ask.blob.number} has only {source.chunks} chunks")
-            with reading(source, link.remote_key):
-                await self._send_chunks(link, stream, ask, source)
+            if isinstance(source, DownloadSource):
+                await self._send_download(link, stream, ask, source)
+            else:
+                with reading(source, link.remote_key):
+                    await self._send_chunks(link, stream, ask, source)
         except ShoalError as error:
             log.debug("stream of %s ended early: %s", ask.blob, error)
-            self._end_stream(link, ask, error)
+            self._end_stream(link, ask, error, stream.following)
         finally:
             if link.outgoing.get(ask.stream) is stream:
                 del link.outgoing[ask.stream]
 
-    async def _send_chunks(
-        self, link: Link, stream: OutgoingStream, ask: PeerToPeerOpenStream, source: ChunkSource
+    async def _send_download(
+        self, link: Link, stream: OutgoingStream, ask: PeerToPeerOpenStream, source: DownloadSource
     ) -> None:
+        """Send as much as the reader's quota allows. Raises ``Busy`` where that ends."""
+        reader, now_s = self.reader_of(link.remote_key, link.remote_host), asyncio.get_running_loop().time
+
+        def count(size_bytes: int) -> None:
+            self._quota.take(reader, size_bytes, source.state_bytes, self.meter.bandwidth_bps, now_s())
+
+        place = self._quota.place(reader, source.state_bytes, self.meter.bandwidth_bps, now_s())
+        with place, reading(source, link.remote_key):
+            await self._send_chunks(link, stream, ask, source, count)
+
+    async def _send_chunks(
+        self,
+        link: Link,
+        stream: OutgoingStream,
+        ask: PeerToPeerOpenStream,
+        source: ChunkSource,
+        count: Callable[[int], None] = lambda size_bytes: None,
+    ) -> None:
+        """``count``: called with the size of each chunk before it is sent; may raise."""
         for index in range(ask.first, ask.stop):
             await stream.use_credit()
             chunk = await source.chunk(index)
+            count(chunk.nbytes)
+            stream.following = index + 1
             frame = Frame(ask.stream, index, chunk, ask.blob.scope)
             self._io_thread.send(link, frame, urgent=ask.blob.kind in _URGENT)
 
@@ -286,11 +316,13 @@ class DataPlane:
             raise BlobUnavailable(f"{blob.kind} {blob.number} is not offered here")
         return source
 
-    def _end_stream(self, link: Link, ask: PeerToPeerOpenStream, why: ShoalError) -> None:
+    def _end_stream(self, link: Link, ask: PeerToPeerOpenStream, why: ShoalError, following: int) -> None:
         message = words_for_others(why)[:_MAX_REASON]
-        self._send_stream_control(
-            link, PeerToPeerStreamEnded(stream=ask.stream, code=type(why).__name__, message=message)
+        retry_s = why.retry_s if isinstance(why, Busy) else 0.0
+        end = PeerToPeerStreamEnded(
+            stream=ask.stream, code=type(why).__name__, message=message, following=following, retry_s=retry_s
         )
+        self._send_stream_control(link, end)
 
     def share_uplink(self, shares: Mapping[bytes, float]) -> None:
         """Pace what we send so that the holder of each key gets its share of the uplink; empty ends the pacing."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,6 +105,8 @@ class IncomingStream:
         self._arrived: set[int] = set()
         self._chunk_bytes = 1
         self._trouble: ShoalError | None = None
+        self._ends_before = chunks.stop
+        self._end: ShoalError | None = None
         self.is_announced = False
         self._changed = asyncio.Event()
         # Held while a chunk is written to its sink: after `close` the receiver may use that memory for something else.
@@ -115,7 +118,7 @@ class IncomingStream:
         with self._lock:
             if self._closed or self._trouble is not None:
                 return False
-            if not self._next <= chunk < min(self._granted, self._chunks.stop) or chunk in self._arrived:
+            if not self._next <= chunk < min(self._granted, self._ends_before) or chunk in self._arrived:
                 self._trouble = LinkError(f"chunk {chunk} came without credit or twice")
                 return False
             try:
@@ -142,12 +145,20 @@ class IncomingStream:
         self._trouble = self._trouble or trouble
         self._changed.set()
 
+    def end(self, following: int, why: ShoalError) -> None:
+        """End the stream with the other side's error once the chunks before ``following`` are consumed, which are on
+        their way; on the event loop."""
+        self._ends_before, self._end = min(following, self._chunks.stop), why
+        self._changed.set()
+
     async def next_chunk(self, wait_s: float) -> int:
         """Wait until the next chunk lies in its sink. Raises ``LinkError``, the other side's ``ShoalError``, or
         ``TimeoutError`` after ``wait_s``."""
         while self._next not in self._arrived:
             if self._trouble is not None:
                 raise self._trouble
+            if self._end is not None and self._next >= self._ends_before:
+                raise self._end
             self._changed.clear()
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()
@@ -174,9 +185,10 @@ class IncomingStream:
 
 @dataclass(eq=False)
 class OutgoingStream:
-    """A stream that this side sends, with the credit that is left for it, in chunks."""
+    """A stream that this side sends, with the credit that is left for it, in chunks, and the first one not sent."""
 
     credit: int
+    following: int
     task: asyncio.Task[None] | None = None
     _more: asyncio.Event = field(default_factory=asyncio.Event)
     _received: deque[int] = field(default_factory=lambda: deque(maxlen=2 * CREDIT))
@@ -230,6 +242,14 @@ class Link:
     queue: FrameQueue = field(default_factory=FrameQueue)
     is_flushing: bool = False
     _controls: deque[bytes] = field(default_factory=deque)
+
+    @property
+    def remote_host(self) -> str:
+        """Address of the other end; empty where no connection is left."""
+        for connection in list(self.connections):
+            with suppress(OSError):
+                return str(connection.socket.getpeername()[0])
+        return ""
 
     def open_incoming(self, chunks: range, sink: ChunkSink, scope: int) -> tuple[int, IncomingStream]:
         """Open a stream to receive on; returns its number and the stream."""

@@ -17,12 +17,14 @@ from typing import Protocol, TypeVar
 import zmq.asyncio
 
 from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
+from shoal.swarm.protocol.addresses import network_of
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerLinkOpened, PeerToPeerOpenLink, PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.types import Blob, Message, RosterEntry
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.data_plane import DataPlane
+from shoal.swarm.transport.download_quota import Reader
 from shoal.swarm.transport.link import ChunkSink, Link
 from shoal.swarm.transport.pacing import merge_shares
 from shoal.swarm.transport.roster import Rosters
@@ -63,6 +65,7 @@ class Node:
         self._data = data
         self._rosters = Rosters()
         self.control.guard.is_member = self.knows_key
+        data.reader_of = self._reader
         self._shares: dict[int, dict[bytes, float]] = {}
         self._link_locks: dict[str, asyncio.Lock] = {}
         self.control_port = 0
@@ -142,6 +145,10 @@ class Node:
     def peer_with(self, curve_key: bytes) -> str | None:
         """The member of any scope that holds a transport key."""
         return self._rosters.peer_with(curve_key)
+
+    def _reader(self, curve_key: bytes, host: str) -> Reader:
+        peer = self.peer_with(curve_key)
+        return Reader(peer or curve_key.hex(), network_of(host), peer is None or self._rosters.is_observer(peer))
 
     def trainers(self, scope: int = 0) -> list[str]:
         """The members that train, in the roster's order: the longest-standing first."""

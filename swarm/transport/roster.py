@@ -40,6 +40,10 @@ class Rosters:
         """The member of any scope that holds a transport key."""
         return self._peers_by_key.get(curve_key)
 
+    def is_observer(self, peer: str) -> bool:
+        """Whether a peer is only an observer, in every scope that lists it."""
+        return all(entries[peer].role == "observer" for entries in self._by_scope.values() if peer in entries)
+
     def trainers(self, scope: int) -> list[str]:
         """The members that train, in the roster's order: the longest-standing first."""
         entries = self._by_scope.get(scope, {})

@@ -30,6 +30,15 @@ class CountedSource(ChunkSource, Protocol):
     def end_reading(self, reader: bytes) -> None: ...
 
 
+@runtime_checkable
+class DownloadSource(ChunkSource, Protocol):
+    """A source of what members and guests download, which counts towards the donor's quota for them
+    (``download_quota.py``). ``state_bytes``: size of a state of the run, of which its bytes are a part."""
+
+    @property
+    def state_bytes(self) -> int: ...
+
+
 @contextmanager
 def reading(source: ChunkSource, reader: bytes) -> Iterator[None]:
     """Count a reader while a stream is being sent. Raises what ``begin_reading`` raises."""

@@ -115,12 +115,17 @@ def introduce(*members: Member) -> None:
 
 @asynccontextmanager
 async def swarm(size: int = 2) -> AsyncIterator[list[Member]]:
-    members = [Member() for _ in range(size)]
+    async with swarm_of(*(Member() for _ in range(size))) as members:
+        yield members
+
+
+@asynccontextmanager
+async def swarm_of(*members: Member) -> AsyncIterator[list[Member]]:
     try:
         for member in members:
             await member.start()
         introduce(*members)
-        yield members
+        yield list(members)
     finally:
         for member in reversed(members):
             await member.stop()

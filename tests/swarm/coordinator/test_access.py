@@ -7,20 +7,16 @@ from collections import Counter
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.fakes.memory_coordinator import curve_keys, identity
 from tests.swarm.coordinator.test_round_scope import lost
 from tests.swarm.coordinator.world import CPU, World, entry, heartbeat, run_file
 
 from shoal.swarm.coordinator.access import (
-    _MAX_BUCKETS,
     AT_ONCE,
     AT_ONCE_PER_NETWORK,
     OBSERVERS_PER_NETWORK,
     REJOINS_PER_MINUTE,
     Access,
-    Buckets,
     choose_evicted,
 )
 from shoal.swarm.errors import NotAdmitted, RunEnded, Superseded, TryLater
@@ -90,26 +86,6 @@ def test_a_refusal_says_when_to_try_again_and_then_there_is_room() -> None:
     with pytest.raises(TryLater, match="try again in 1 s"):
         access.take(NEAR, False, 29.5)
     access.take(NEAR, False, 30.0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 30)), max_size=60), st.integers(1, 20))
-def test_no_bucket_gives_more_than_a_burst_and_its_rate(takes: list[tuple[int, float]], per_minute: int) -> None:
-    buckets, now_s = Buckets(per_minute), 0.0
-    counts = [0] * 6
-    for key, later_s in takes:
-        now_s += later_s
-        if buckets.wait_s(key, now_s) == 0:
-            buckets.take(key, now_s)
-            counts[key] += 1
-        assert counts[key] <= per_minute * (1 + now_s / 60) + 1e-6
-        assert buckets.wait_s(key, now_s + buckets.wait_s(key, now_s) + 1e-6) == 0
-
-
-def test_buckets_of_very_many_networks_take_bounded_memory() -> None:
-    buckets = Buckets(5)
-    for number in range(3 * _MAX_BUCKETS):
-        buckets.take(number, float(number))
-    assert len(buckets._left) == _MAX_BUCKETS
 
 
 def test_a_known_identity_has_its_own_joins() -> None:

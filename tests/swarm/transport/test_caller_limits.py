@@ -1,6 +1,7 @@
 import random
 from dataclasses import dataclass, field
 
+from shoal.swarm.token_buckets import TokenBuckets
 from shoal.swarm.transport.caller_limits import (
     CONNECTIONS_PER_KEY,
     KEY_BURST,
@@ -17,7 +18,6 @@ from shoal.swarm.transport.caller_limits import (
     Callers,
     MessageLimits,
     StrangerPlaces,
-    TokenBuckets,
     strangers_allowed,
 )
 

@@ -613,7 +613,7 @@ async def test_who_is_long_about_the_first_chunk_is_sent_a_window_of_its_size(si
 
 
 def test_credit_does_not_pile_up() -> None:
-    stream = OutgoingStream(CREDIT)
+    stream = OutgoingStream(CREDIT, 0)
     for _ in range(100):
         stream.receive_credit(1024)
         stream.notify()
