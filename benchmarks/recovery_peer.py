@@ -131,7 +131,7 @@ def visit(invite: str, elements: int, folder: Path, journal: Journal) -> None:
     """Once for each line; the imports, and the model, are there before the first."""
     model = CheapModel(elements, elements)
     for number, _ in enumerate(sys.stdin):
-        options = options_of(folder, f"visitor-{number}", journal, "validator", None)
+        options = options_of(folder, f"visitor-{number}", journal, "follower", None)
         journal.note("visit_begins")
         with Session.connect(invite, options) as session:
             session.start(TrainingSetup(model, torch.optim.SGD(model.parameters(), lr=0.01)))

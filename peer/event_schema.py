@@ -105,6 +105,16 @@ PEER_EVENTS: Mapping[str, EventKind] = {
             "anchor_version": "version of the run's anchor",
         },
     ),
+    "scored": EventKind(
+        "this validator has scored a contribution",
+        {
+            "round": "number of the round",
+            "peer": "the member that contributed it",
+            "finding": "helps, unclear, harms, empty, copied, wrong gradient or withheld",
+            "gain_random": "decrease of the loss by it on random samples, in nats",
+            "gain_leased": "the same on the member's samples",
+        },
+    ),
     "left": EventKind(
         "this peer has left the run",
         {
@@ -123,7 +133,7 @@ HOST_EVENTS: Mapping[str, EventKind] = {
         {
             "peer": "its id",
             "name": "its name",
-            "role": "trainer, contributor or validator",
+            "role": "trainer, contributor, validator or follower",
             "device": "its device",
             "invite": "id of the invite that let it in; absent where it was known already, or needed none",
         },
@@ -136,7 +146,7 @@ HOST_EVENTS: Mapping[str, EventKind] = {
         "the host has made an invite",
         {
             "invite": "its id",
-            "role": "the most that it admits to: trainer, contributor or observer",
+            "role": "the most that it admits to: trainer, contributor, validator or observer",
             "uses": "identities that may join by it; 0 for any number",
             "expires_s": "when it ends, in seconds since 1970 (UTC); 0 for never",
             "note": "the host's remark",
@@ -184,6 +194,15 @@ HOST_EVENTS: Mapping[str, EventKind] = {
             "vouched_round": "round whose verdict vouches for that state",
             "keepers": "ids of the peers that have it",
             "suspects": "ids of the peers whose work was in a divergence",
+        },
+    ),
+    "work_scored": EventKind(
+        "a validator has scored a member's contribution",
+        {
+            "by": "id of the validator",
+            "peer": "id of the member",
+            "round": "number of the round",
+            "finding": "helps, unclear, harms, empty, copied, wrong gradient or withheld",
         },
     ),
     "loss_rose": EventKind(

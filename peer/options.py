@@ -43,8 +43,9 @@ class SessionOptions:
     ``identity``: file of its key pair, made if missing; ``state``: folder of everything that it keeps; ``name``: shown
     to other members, by default the host name; ``bind``: host and port to listen on, data on the next port, 0 for any
     free ones; ``advertise``: host and port that other members connect to, by default the address that the coordinator
-    sees; ``role``: ``trainer`` trains and reduces parts of the mean, ``contributor`` only trains, ``validator`` only
-    follows; ``checkpoints``: which are kept, None for none; ``copy_to``: where checkpoints are copied to;
+    sees; ``role``: ``trainer`` trains and reduces parts of the mean, ``contributor`` only trains, ``validator``
+    scores the others, ``follower`` only follows; ``checkpoints``: which are kept, None for none; ``copy_to``: where
+    checkpoints are copied to;
     ``start_from``: folder of the checkpoint that the run starts from, if this machine has it; ``data``: folders below
     which the run may read the files that it names, without any none; ``on_event``: called with every event, from any
     thread.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum
 from types import TracebackType
 from typing import Any, Self
@@ -429,6 +430,12 @@ class Session:
         except Interrupted:
             log.debug("no further lease, because this session stops")
 
+    def follow(self) -> None:
+        """Wait as ``wait_for_change``, as a member without samples."""
+        self._member.progress.activity = "following"
+        with suppress(Interrupted):
+            self.wait_for_change()
+
     def _lease(self, samples: int) -> bool:
         """Lease about so many samples; returns whether there were any. Raises ``Interrupted``."""
         if self._follows:
@@ -441,7 +448,7 @@ class Session:
 
     @property
     def _follows(self) -> bool:
-        return self.options.role == "validator"
+        return self.options.role in ("validator", "follower")
 
     def wait_for_change(self) -> None:
         """Wait until the round or its phase changes, at most half a second and not beyond the round's closing.
@@ -474,7 +481,7 @@ class Session:
         )
 
     def _least_s(self) -> float:
-        asks = self.options.role != "validator" and self.run_file.algorithm != "virtual_batch"
+        asks = not self._follows and self.run_file.algorithm != "virtual_batch"
         unknown_s = self._member.client.deadlines.first_step_s
         return least_s(self._replica.samples.left, self._timer.step_s, unknown_s, may_ask=asks)
 

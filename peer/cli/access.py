@@ -52,6 +52,7 @@ class InviteFor(StrEnum):
 
     trainer = "trainer"
     contributor = "contributor"
+    validator = "validator"
     observer = "observer"
 
 
@@ -60,7 +61,7 @@ def create_command(
     run: RunArgument,
     role: Annotated[
         InviteFor,
-        typer.Option(help="trainer: any role; contributor: reduces nothing for others; observer: only follows."),
+        typer.Option(help="trainer; contributor: reduces nothing; validator: scores work; observer: only follows."),
     ] = InviteFor.trainer,
     uses: Annotated[int, typer.Option(min=0, max=4096, help="Machines that may join by it; 0: any number.")] = 0,
     expires: Annotated[str, typer.Option(metavar="7d", help="How long newcomers may use it: 30m, 12h, 7d.")] = "",
@@ -279,21 +280,23 @@ def ask_host(folder: Path, keys: Path | None, command: HostCommand, reply: type[
 # Records --------------------------------------------------------------------------------------------------------
 
 
-def show_records(source: str, keys: Path, *, as_json: bool) -> None:
-    """Show and check who came and went, and what the host decided on that. ``source``: the run's name, its folder on
+def show_records(source: str, keys: Path, *, as_json: bool, only_scores: bool = False) -> None:
+    """Show and check who came and went, and what the host decided on that. ``only_scores``: show what validators found
+    of the members' work instead, whose signatures are checked, too. ``source``: the run's name, its folder on
     this machine, or an invite to a run whose host's keys are in the file ``keys``.
 
     Raises ``StateFileError`` for a broken chain, after printing what comes before the break."""
     import json
 
     _, checked, broken = checked_records(source, keys)
+    shown = [one for one in checked if (one.score is not None) == only_scores]
     if as_json:
         from shoal.peer.terminal.views import jsonable
 
-        for record in checked:
+        for record in shown:
             print(json.dumps(jsonable(record.model_dump()) | {"signature_ok": True}))
     else:
-        console.print(records_table(checked))
+        console.print(scores_table(shown) if only_scores else records_table(shown))
         if checked:
             console.print(Text(f"{len(checked)} records: all hashes, links and signatures are right.", style="dim"))
     if broken:
@@ -312,6 +315,8 @@ def checked_records(source: str, keys: Path) -> tuple[bytes, list[AccessRecord],
     for record in records:
         try:
             check.add(record)
+            if record.score is not None and not record.score.is_signed:
+                raise WireError(f"the score in record {record.number} is not signed by its validator")
         except WireError as error:
             return host_key, checked, str(error)
         checked.append(record)
@@ -369,6 +374,22 @@ def records_table(records: list[AccessRecord]) -> Table:
             filter(None, [*evidence, _plain(one.name), one.role, one.network, *invite, *limits, _plain(one.text)])
         )
         table.add_row(when(one.at_s), one.kind, one.peer, about or ", ".join(refused))
+    return table
+
+
+def scores_table(records: list[AccessRecord]) -> Table:
+    """Make the table of validators' scores, oldest first."""
+    from shoal.swarm.protocol.identity import peer_id
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for name in ("when (UTC)", "round", "member", "its work", "on random samples", "on its own", "validator"):
+        table.add_column(name, no_wrap=True)
+    for one in records:
+        assert one.score is not None
+        score = one.score.score
+        gains = [f"{gain.mean:+.5f} ± {gain.error:.5f}" if gain else "–" for gain in (score.on_random, score.on_leased)]
+        found = score.finding + (f" from {score.copied_from}" if score.copied_from else "")
+        table.add_row(when(one.at_s), str(score.round), score.peer, found, *gains, peer_id(one.score.validator_key))
     return table
 
 

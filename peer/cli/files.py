@@ -50,6 +50,10 @@ def log_command(
         bool,
         typer.Option("--members", help="For hosts: who came and went, and what was decided on that."),
     ] = False,
+    scores: Annotated[
+        bool,
+        typer.Option("--scores", help="For hosts: what validators found of the members' work."),
+    ] = False,
     audit: Annotated[
         bool,
         typer.Option("--audit", help="For hosts: who was expelled for a wrong mean, and by which evidence."),
@@ -60,11 +64,11 @@ def log_command(
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Show a run's history: the verdict of each round. Hashes and signatures are checked from the first round on."""
-    if members:
+    if members or scores:
         from shoal.peer.cli.access import show_records
         from shoal.swarm.protocol.invite import invite_text
 
-        show_records(invite_text(run), identity, as_json=as_json)
+        show_records(invite_text(run), identity, as_json=as_json, only_scores=scores)
         return
     if check and not audit:
         raise UserError("--check is for --audit")

@@ -69,6 +69,9 @@ def describe_event(event: ev.JournalEvent, stage: int | None = None) -> Event | 
             return make_event("span_taken", peer=event.peer, reason=event.reason, **about)
         case ev.InScope():
             return describe_event(event.event, event.scope - 1)
+        case ev.WorkScored(by=by, signed=signed):
+            score = signed.score
+            return make_event("work_scored", by=by, peer=score.peer, round=score.round, finding=score.finding, **about)
         case ev.LossRose():
             return make_event("loss_rose", **event.model_dump(), **about)
         case ev.EpochsCovered():

@@ -32,6 +32,7 @@ from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import MemoryLimits, autocast, choose_device, free_bytes, samples_that_fit
 from shoal.peer.training.inner_loop import InnerLoop, make_inner
 from shoal.peer.training.parameters import MasterWeights
+from shoal.peer.validation.validator import Validator
 from shoal.swarm.client.observer import look_up_run
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.memory_account import account_of
@@ -91,6 +92,8 @@ def run_member(
             watch(peer)
             if isinstance(peer, PipelinePeer):
                 peer.train()
+            elif options.role == "validator":
+                Validator(connection, peer, recipe, device).run()
             else:
                 _train(peer, recipe, device, work.memory)
         except Interrupted:

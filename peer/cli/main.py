@@ -49,13 +49,15 @@ class JoinRole(StrEnum):
 
     full = "full"
     contribute_only = "contribute-only"
+    validator = "validator"
     observe = "observe"
 
 
 _ROLES: dict[JoinRole, Role] = {
     JoinRole.full: "trainer",
     JoinRole.contribute_only: "contributor",
-    JoinRole.observe: "validator",
+    JoinRole.validator: "validator",
+    JoinRole.observe: "follower",
 }
 
 InviteArgument = Annotated[
@@ -188,7 +190,7 @@ def join_command(
     advertise: Annotated[str, typer.Option(help="HOST[:PORT] where other peers reach this one.")] = "",
     role: Annotated[
         JoinRole,
-        typer.Option(help="full; contribute-only: train, reduce nothing; observe: follow the model only."),
+        typer.Option(help="full; contribute-only: reduce nothing; validator: score work; observe: only follow."),
     ] = JoinRole.full,
     state: Annotated[Path, typer.Option(help="Folder for checkpoints.")] = SHOAL_HOME / "runs",
     keep_checkpoints: Annotated[str, typer.Option(metavar="N|off", help="Keep the newest N checkpoints.")] = "3",

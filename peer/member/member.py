@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.kernels import loader
 from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp
@@ -32,6 +34,8 @@ from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.auditor import Auditor
 from shoal.swarm.averaging.averager import Averager
+from shoal.swarm.averaging.committed_contribution import fetch_contribution
+from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
@@ -39,13 +43,17 @@ from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
+    Acknowledged,
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
+    CoordinatorToPeerWork,
     PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorGetWork,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
+    PeerToCoordinatorScoreWork,
 )
-from shoal.swarm.protocol.rounds import RunView, Verdict
+from shoal.swarm.protocol.rounds import PlanMember, RunView, Verdict
 from shoal.swarm.protocol.types import (
     MAX_UNDONE_RANGES,
     DivergenceWord,
@@ -54,6 +62,7 @@ from shoal.swarm.protocol.types import (
     SampleRange,
     TensorSpec,
 )
+from shoal.swarm.protocol.work_scores import WorkScore
 from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
 
@@ -416,6 +425,23 @@ class LocalMember:
 
         progress_s = client.deadlines.request_s
         return RoundCatchUp(steps, self.endpoint, self._keeper, verdicts_from, donors, lambda: client.view, progress_s)
+
+    # Validation ---------------------------------------------------------------------------------------------
+
+    async def samples_of(self, round_number: int, peer: str) -> CoordinatorToPeerWork:
+        """Ask for the samples of a member's contribution, as a validator."""
+        return await self.client.ask(PeerToCoordinatorGetWork(round=round_number, peer=peer), CoordinatorToPeerWork)
+
+    async def contribution_of(self, round_number: int, planned: PlanMember, layout: tuple[TensorSpec, ...]) -> Tensor:
+        """Fetch a member's contribution to a committed round, (n,) float32. Raises ``LinkError``."""
+        codec_map = CodecMap(self.client.run_file.format_map([(spec.name, spec.shape) for spec in layout]))
+        grid = LeafGrid(sum(spec.elements for spec in layout), codec_map)
+        progress_s = self.client.deadlines.contribution_s
+        return await fetch_contribution(self.endpoint, planned.peer, round_number, planned.root, grid, progress_s)
+
+    async def report_score(self, score: WorkScore) -> None:
+        """Report a score, signed as this member's."""
+        await self.client.ask(PeerToCoordinatorScoreWork(signed=self.client.sign_score(score)), Acknowledged)
 
     # Rounds -------------------------------------------------------------------------------------------------
 

@@ -101,7 +101,8 @@ class TrainingSetup:
     ``inner_optimizer``: required by the algorithm ``diloco``; ``data``: may be given to ``TrainingReplica.describe``
     later; ``recipe_config``: None for a training loop of one's own, whose settings are ``own_loop``; ``make_work``:
     makes other local work than the algorithm's; ``on_mean``: called with every committed mean, (n,) float32, and
-    whether this peer's contribution is in it; ``stage``: the pipeline's stage that the model is; ``build``: builds the
+    whether this peer's contribution is in it; ``on_committed``: called with the verdict of every committed round once
+    the local work goes on from its anchor; ``stage``: the pipeline's stage that the model is; ``build``: builds the
     model as it is at the run's start; ``divergence``: shared by all stages of a peer; ``masters``: of the model's
     low-precision parameters, which ``inner_optimizer`` is over.
     """
@@ -113,6 +114,7 @@ class TrainingSetup:
     own_loop: OwnLoop = field(default_factory=OwnLoop)
     make_work: Callable[[ParameterVector], LocalWork] | None = None
     on_mean: Callable[[Tensor, bool], None] | None = None
+    on_committed: Callable[[Verdict], None] | None = None
     stage: StageAbout | None = None
     build: Callable[[], nn.Module] | None = None
     divergence: Divergence = field(default_factory=Divergence)
@@ -161,7 +163,7 @@ class TrainingReplica:
         make_work, inner = setup.make_work, setup.inner_optimizer
         own_loop = setup.own_loop if setup.recipe_config is None else None
         self.work = make_work(self.vector) if make_work else local_work(run, self.vector, inner, own_loop)
-        self._on_mean = setup.on_mean
+        self._on_mean, self._on_committed = setup.on_mean, setup.on_committed
         self._build = setup.build
         self._divergence, self._stage = setup.divergence, setup.stage
         self.round = 0
@@ -434,6 +436,8 @@ class TrainingReplica:
             self.samples.take_back()
         if self._on_mean is not None:
             self._on_mean(outcome.mean.whole(), outcome.included)
+        if self._on_committed is not None:
+            self._on_committed(verdict)
         self._enter_round(verdict.round + 1)
         self._network.post(self._member.request_heartbeat)
         self._note_verdict(verdict)

@@ -56,7 +56,7 @@ class PipelinePeer:
     def __init__(self, connection: RunConnection, recipe: Recipe, device: torch.device, limits: MemoryLimits) -> None:
         """``limits``: the most memory that the stages may take.
 
-        Raises ``UserError`` for the role of a validator, which holds no stages.
+        Raises ``UserError`` for a role that holds no stages.
         """
         self._connection = connection
         self._recipe = recipe
@@ -75,7 +75,7 @@ class PipelinePeer:
         self._next_check_s = 0.0
         self._reporting: Future[None] | None = None
         self._last_warning = ""
-        if connection.options.role == "validator":
+        if connection.options.role not in ("trainer", "contributor"):
             raise UserError(
                 "the run has a [pipeline], whose members all hold stages: join it with --role full or contribute-only"
             )

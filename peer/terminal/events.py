@@ -94,6 +94,25 @@ def _left(event: Event) -> str:
     return " · ".join(words)
 
 
+def _scored(event: Event) -> str:
+    by = f" · by {event['by']}" if "by" in event else ""
+    gain = event.get("gain_random")
+    change = "" if gain is None else f" · {gain:+.5f} nats on random samples"
+    found = _FOUND.get(str(event.get("finding")), "?")
+    return f"round {event.get('round')}: the work of {event.get('peer')} {found}{change}{by}"
+
+
+_FOUND = {
+    "helps": "lowers the loss",
+    "unclear": "changes the loss no more than chance",
+    "harms": "raises the loss",
+    "empty": "is next to nothing",
+    "copied": "is another member's",
+    "wrong gradient": "is not the gradient of its samples",
+    "withheld": "was not shown",
+}
+
+
 def _span(event: Event) -> str:
     """The stages that this peer has entered."""
     first, last = event.get("first") or 0, event.get("last") or 0
@@ -197,6 +216,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "aborted": _aborted,
     "resync": _resync,
     "diverged": _diverged,
+    "scored": _scored,
+    "work_scored": _scored,
     "left": _left,
     "span": _span,
     "member_joined": _member_joined,

@@ -17,6 +17,7 @@ from shoal.compression.formats import CodecError
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
+from shoal.swarm.averaging.committed_contribution import CommittedContribution
 from shoal.swarm.averaging.contribution import EncodedContribution, encode
 from shoal.swarm.averaging.inclusions import Inclusions
 from shoal.swarm.averaging.leaf_grid import LeafGrid
@@ -60,7 +61,7 @@ class Averager:
         self._stores = PublishedResults(endpoint, archive)
         self._inclusions: dict[int, Inclusions] = {}
         self.inclusions_folder: Path | None = None
-        """For files of contributions that our means include."""
+        """For files of contributions: those that our means include, and our own for validators."""
         self.on_commit: Callable[[ResultStore, Verdict], object] = lambda store, verdict: None
         """Called with the results of each committed round that this member was in, for audits."""
         self._exchange: AllReduce | None = None
@@ -71,6 +72,7 @@ class Averager:
         self._joins = 0
         self._claim = b""
         self._contribution: EncodedContribution | None = None
+        self._committed: dict[int, CommittedContribution] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -288,7 +290,20 @@ class Averager:
         self.round_feedback.measure()
         self._show_inclusions(offer.round)
         self.on_commit(self._stores[offer.round], verdict)
+        await self._keep_contribution(offer.round, is_in_mean=planned)
         return Committed(mean, verdict, included=planned)
+
+    async def _keep_contribution(self, number: int, *, is_in_mean: bool) -> None:
+        """Keep what we have brought to a committed round for validators, and drop what they cannot score any more."""
+        for old in sorted(self._committed)[:-1]:
+            kept = self._committed.pop(old)
+            self._endpoint.retract(kept.blob)
+            kept.close()
+        if is_in_mean and self._contribution is not None and self._client.run_file.audit.work_share:
+            grid = LeafGrid(self._elements, self._codec_map)
+            kept = self._committed[number] = CommittedContribution(number, grid, self._client.is_validator)
+            await in_thread(kept.keep, self._contribution, self.inclusions_folder)
+            self._endpoint.publish(kept.blob, kept)
 
     async def _committed_mean(self, verdict: Verdict) -> RoundMean:
         """Return the mean; committed chunks that we lack are fetched. Raises ``LinkError``."""

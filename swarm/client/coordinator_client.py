@@ -50,6 +50,7 @@ from shoal.swarm.protocol.types import (
     RosterEntry,
 )
 from shoal.swarm.protocol.verdict_chain import check_agreement, check_verdict
+from shoal.swarm.protocol.work_scores import SignedScore, WorkScore
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.node import Node
@@ -500,6 +501,19 @@ class CoordinatorClient:
             return entry
         log.info("ignored addresses of %s that lie outside of the coordinator's network", entry.peer)
         return entry.model_copy(update={"addresses": usable} if usable else {"reachable": False})
+
+    def is_validator(self, curve_key: bytes) -> bool:
+        """Whether a transport key is of a validator, all of which the host has authorised."""
+        return any(one.role == "validator" and one.certificate.curve_key == curve_key for one in self._roster.values())
+
+    def sign_score(self, score: WorkScore) -> SignedScore:
+        """Sign a score as this member's."""
+        signature = self._identity.sign(score.signed_bytes)
+        return SignedScore(score=score, validator_key=self._identity.public_key, signature=signature)
+
+    def is_member(self, peer: str) -> bool:
+        """Whether a peer is on the roster."""
+        return peer in self._roster
 
     def wake(self) -> None:
         """Make ``wait_for`` test its predicate again."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.errors import NotAdmitted, Removed
-from shoal.swarm.protocol.invite_token import TokenClaims, check_terms, read_token
+from shoal.swarm.protocol.invite_token import TokenClaims, admits, check_terms, read_token
 from shoal.swarm.protocol.types import InviteTerms, Role
 
 MAX_INVITES = 4096
@@ -148,13 +148,18 @@ class AccessList:
                 else "the host has removed this peer from the run. Ask the host why; `shoal join` joins again"
             )
 
+    def makes_validators(self, invite: str) -> bool:
+        """Whether an invite authorises validators, and the host has not revoked it."""
+        use = self.invites.get(invite)
+        return use is not None and use.terms.role == "validator" and not use.is_revoked
+
     def check_token(self, token: bytes, peer: str, role: Role, unix_s: float) -> TokenClaims:
         """Return the terms of a token that admits ``peer``, but for the signature. Raises ``NotAdmitted``.
 
         Guests, who only look, are not counted, as they have a new identity each time."""
         claims = read_token(token)
         use = self.invites.get(claims.id)
-        if use is not None and peer in use.users:
+        if use is not None and peer in use.users and admits(claims.role, role) and role != "validator":
             return claims  # by this invite it was let in already
         if use is not None and use.is_revoked:
             raise NotAdmitted(f"the host has revoked the invite {claims.id}: ask for a new one", "revoked")

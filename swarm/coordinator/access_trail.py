@@ -70,5 +70,7 @@ class AccessTrail:
                 return self._new("invite made", event.at_s, **about, **limits)
             case ev.InviteRevoked():
                 return self._new("invite revoked", event.at_s, invite=event.id)
+            case ev.WorkScored(signed=signed):
+                return self._new("scored", unix_s, peer=signed.score.peer, score=signed)
             case _:
                 return None

@@ -25,7 +25,7 @@ from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import NotAdmitted, Removed, RunEnded, Superseded, TryLater
 from shoal.swarm.protocol.identity import peer_id, verify_certificate
-from shoal.swarm.protocol.invite_token import TokenClaims, check_signature
+from shoal.swarm.protocol.invite_token import TokenClaims, admits, check_signature
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import Certificate, DeviceInfo, InviteTerms, Role, RosterEntry
 
@@ -170,12 +170,13 @@ class Admission:
         """Return the terms by which a peer may join; None if it needs no token. Raises ``Removed`` for one that is
         banned, and ``NotAdmitted``.
 
-        An identity that was let in once is let in again, whatever has become of its invite."""
+        An identity that was let in once is let in again for what its invite was for, whatever has become of that; a
+        validator only while it is not revoked. Validators need an invite in any run."""
         self.access_list.refuse_banned(peer, network)
         admission = self._run.access.admission
-        if admission == "open" or (role != "observer" and peer in self._scope.membership.members):
+        if self._was_let_in(peer, role) or (admission == "open" and role != "validator"):
             return None
-        if admission == "list" and role != "observer":
+        if admission == "list" and role not in ("observer", "validator"):
             if peer in self.access_list.allowed:
                 return None
             raise NotAdmitted(
@@ -184,6 +185,16 @@ class Admission:
                 "not on the list",
             )
         return self.access_list.check_token(token, peer, role, self._log.unix_s)
+
+    def _was_let_in(self, peer: str, role: Role) -> bool:
+        """Whether this identity was let in before, for this role or for more."""
+        member = self._scope.membership.members.get(peer)
+        if member is None or role == "observer":
+            return False
+        if role == "validator":
+            return self.access_list.makes_validators(member.invite)
+        use = self.access_list.invites.get(member.invite)
+        return use is None or admits(use.terms.role, role)
 
     def join(
         self, entry: RosterEntry, device: DeviceInfo, now_s: float, network: str = "", token: bytes | None = None

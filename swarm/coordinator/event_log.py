@@ -14,6 +14,7 @@ from shoal.swarm.coordinator.events import (
     MemberLost,
     SamplesClaimed,
     SamplesDriven,
+    WorkScored,
 )
 from shoal.swarm.coordinator.membership import Membership
 
@@ -64,7 +65,7 @@ class EventLog:
         scope.apply(event)
         if is_kept:
             self._events.append(InScope(scope=scope.number, event=event) if scope.number else event)
-        if not isinstance(event, LeaseGranted | SamplesDriven | SamplesClaimed):
+        if not isinstance(event, LeaseGranted | SamplesDriven | SamplesClaimed | WorkScored):
             self.announcements += 1
 
     def take(self) -> list[JournalEvent]:

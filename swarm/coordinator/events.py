@@ -13,6 +13,7 @@ from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.rounds import RoundPlan, StateAgreement, Verdict
 from shoal.swarm.protocol.types import (
+    MAX_MEMBERS,
     Capability,
     Count,
     DeviceInfo,
@@ -34,6 +35,7 @@ from shoal.swarm.protocol.types import (
     Trouble,
     UnixTime,
 )
+from shoal.swarm.protocol.work_scores import SignedScore
 
 Network = Annotated[str, Field(max_length=255)]
 
@@ -165,6 +167,13 @@ class LossRose(JournalEvent):
     usual: Loss
 
 
+class WorkScored(JournalEvent):
+    """A validator scored a member's contribution to a committed round."""
+
+    by: PeerId
+    signed: SignedScore
+
+
 class EpochsCovered(JournalEvent):
     """All samples of the epochs ``first <= e < stop`` are committed, each once. Trained on again among them: ``lost``,
     because their first contributor died in its round, and ``undone``, because their round was undone."""
@@ -272,6 +281,21 @@ class AccessKept(Record):
     removed: tuple[RemovedKept, ...] = ()
 
 
+class WorkStanding(Record):
+    """What validators' scores say of a member's work, by the rules in ``trust.py``.
+
+    ``sign``: moving average of the sign of its gains on random samples, from -1 to 1; ``bad``: bad scores since the
+    last good one, of which ``shown`` are more than a contribution that could not be had; ``accusers``: the validators
+    of those; ``is_doubted``: it has lost its credit, and earns none; ``scores``: all of them."""
+
+    sign: float = 0.0
+    bad: Count = 0
+    shown: Count = 0
+    accusers: Annotated[tuple[PeerId, ...], Field(max_length=MAX_MEMBERS)] = ()
+    is_doubted: bool = False
+    scores: Count = 0
+
+
 # Snapshots --------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +324,7 @@ class MemberKept(Record):
     out_until: Count
     joined_version: Count
     seen_version: Count
+    work: WorkStanding = WorkStanding()
     left: Text = ""
     trouble: Trouble = ""
     network: Network = ""

@@ -95,9 +95,9 @@ class HostCommands:
         return self._create(CreateInvite(role="trainer", note=PRINTED)).token
 
     def _create(self, command: CreateInvite) -> CoordinatorToHostInvite:
-        if self._run.access.admission == "open":
+        if self._run.access.admission == "open" and command.role != "validator":
             raise CommandRefused(
-                "anybody may join this run ([access] admission = 'open'), so it has no invites with tokens"
+                "anybody may join this run ([access] admission = 'open'), so only validators need invites"
             )
         if len(self._list.invites) >= MAX_INVITES:
             raise CommandRefused(f"the run has {MAX_INVITES} invites, and cannot have more")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
-from shoal.swarm.coordinator.events import MemberJoined, MemberKept, MemberLost, PeerBanned
+from shoal.swarm.coordinator.events import MemberJoined, MemberKept, MemberLost, PeerBanned, WorkStanding
 from shoal.swarm.coordinator.trust import counting, forfeit_credit, weightiest
 from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.types import (
@@ -64,10 +64,11 @@ class Member:
     weight of its last committed contribution; ``clipped_rounds``: in how many its contribution was above its
     bound; ``worked_version``: the newest version from which work of its was committed; ``suspended_until``: the first
     round that its work counts in again, after the run went back behind rounds that it may have spoilt, ``suspensions``
-    times by now; ``diverged``: the state from which it says that its work is of no use. ``left``: why it is not alive
-    any more, and ``trouble``, by its own word, what made it go. ``network``: where it comes from; ``invite``: the id of
-    the invite that let its identity in; ``joined_s``: when it joined, in Unix time; ``worked_s``: when work of it was
-    committed last, or when it joined; ``progress_s``: when it last said that it had got on with anything."""
+    times by now; ``work``: what validators found of it; ``diverged``: the state from which it says that its work is of
+    no use. ``left``: why it is not alive any more, and ``trouble``, by its own word, what made it go. ``network``:
+    where it comes from; ``invite``: the id of the invite that let its identity in; ``joined_s``: when it joined, in
+    Unix time; ``worked_s``: when work of it was committed last, or when it joined; ``progress_s``: when it last said
+    that it had got on with anything."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -103,6 +104,7 @@ class Member:
     worked_version: int | None = None
     suspended_until: int = 0
     suspensions: int = 0
+    work: WorkStanding = field(default_factory=WorkStanding)
     joined_version: int = 0
     seen_version: int = 0
     left: str = ""
@@ -215,7 +217,7 @@ class Membership:
             member.last_tokens = earlier.last_tokens
             member.clipped_rounds, member.worked_version = earlier.clipped_rounds, earlier.worked_version
             member.suspended_until, member.suspensions = earlier.suspended_until, earlier.suspensions
-            member.pace_tps = earlier.pace_tps
+            member.pace_tps, member.work = earlier.pace_tps, earlier.work
             member.barred_rounds, member.failures = earlier.barred_rounds, earlier.failures
             member.missed, member.absences, member.out_until = earlier.missed, earlier.absences, earlier.out_until
             if earlier.entry.certificate.curve_key != event.entry.certificate.curve_key:
@@ -325,6 +327,14 @@ class Membership:
         return tuple(MemberKept(**{name: getattr(one, name) for name in names}) for one in members), tuple(
             self.replaced
         )
+
+    def note_work(self, peer: str, work: WorkStanding) -> None:
+        """Note what validators say of a member's work by now, which costs it its credit where it is doubted."""
+        member = self.members[peer]
+        member.work = work
+        if work.is_doubted:
+            self._states += 1
+            forfeit_credit(member)
 
     def restore(self, members: Iterable[MemberKept], replaced: Iterable[bytes], epoch: int, now_s: float) -> None:
         """Take over a snapshot's members. Those that were alive count as heard now."""

@@ -73,7 +73,9 @@ from shoal.swarm.coordinator.trust import (
     median_weights,
     pace_after,
     weighted_median,
+    work_after,
 )
+from shoal.swarm.coordinator.work_review import WorkReview
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.protocol.messages import (
@@ -150,6 +152,7 @@ class RoundScope:
         self.leasing = Leasing(self)
         self.retrained = RetrainedSamples()
         self.accusations = Accusations()
+        self.review = WorkReview(self)
         self.round = Round(0, opened_s=log.now_s)
         self.chain = genesis(run.hash, self.number)
         self.verdict: Verdict | None = None
@@ -270,6 +273,10 @@ class RoundScope:
                     self.membership.forfeit_credit(event)
             case ev.LossRose() | ev.AccessRecorded():
                 pass  # for people
+            case ev.WorkScored():
+                score = event.signed.score
+                before = self.membership.members[score.peer].work
+                self.membership.note_work(score.peer, work_after(before, event.by, score))
             case ev.EpochsCovered():
                 self.retrained.forget(event.stop * event.samples)
             case _:
@@ -298,7 +305,8 @@ class RoundScope:
         member = self.membership.members.get(peer)
         if member is None:
             return Standing(False, 0)
-        return Standing(member.has_credit, member.rounds_committed, self.membership.credit_shares().get(peer, 0.0))
+        has_credit = member.has_credit or self.review.is_validator(peer)
+        return Standing(has_credit, member.rounds_committed, self.membership.credit_shares().get(peer, 0.0))
 
     def _begin_averaging(self, event: ev.RoundPlanned) -> None:
         self.round.phase = "averaging"
@@ -409,11 +417,12 @@ class RoundScope:
                 member.clipped_rounds += exceeds(planned, plan.rho, power)
                 member.last_tokens = planned.weight_tokens
                 member.worked_s = self.log.now_s
-        # Not for what is not in the mean, nor for what is as large as is just let through. Of a round with a void part
+        # Not for what is not in the mean, nor for what is as large as is just let through, nor for doubted work. Of a round with a void part
         # everybody carries something on.
         is_whole = None not in verdict.digests
         unproven = {*lost, *event.missing, *(event.carrying if is_whole else ())}
         unproven |= {one.peer for one in plan.members if nears_bound(one, plan.rho, power)}
+        unproven |= {one.peer for one in plan.members if members[one.peer].work.is_doubted}
         earning = {one.peer: one.weight_tokens for one in plan.members if one.peer not in unproven}
         earn_credit(members, earning, max(verdict.tokens, usual_tokens(self.history.rounds)))
         # Time beyond the round's limit was time without members.
@@ -1143,7 +1152,10 @@ class RoundScope:
 
     def end_round(self, event: ev.VerdictGiven) -> None:
         covered, before = self._covered(), len(self.history.rounds)
+        ranges, carried = self.round.ranges, {peer: one.carried_tokens for peer, one in self.membership.members.items()}
         self.record(event)
+        if event.verdict.committed:
+            self.review.add(event.verdict, ranges, frozenset(peer for peer in ranges if carried[peer]))
         self._tell_covered(covered)
         if len(self.history.rounds) > before:
             newest = self.history.rounds[-1]

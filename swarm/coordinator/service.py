@@ -45,6 +45,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorGetRun,
     PeerToCoordinatorGetStatus,
     PeerToCoordinatorGetVerdicts,
+    PeerToCoordinatorGetWork,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
@@ -52,6 +53,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRequestLease,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
+    PeerToCoordinatorScoreWork,
     PeerToCoordinatorShowCapability,
     PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
@@ -124,7 +126,11 @@ class ScopeHandlers:
             PeerToCoordinatorShowEvidence: self._show_evidence,
         }
         if self.rounds.stage is None:
-            return answers | {PeerToCoordinatorRequestLease: self._lease}
+            return answers | {
+                PeerToCoordinatorRequestLease: self._lease,
+                PeerToCoordinatorGetWork: self._work,
+                PeerToCoordinatorScoreWork: self._score,
+            }
         return answers | {PeerToCoordinatorClaim: self._claim, PeerToCoordinatorRelease: self._release}
 
     @asynccontextmanager
@@ -379,6 +385,22 @@ class ScopeHandlers:
                     await service.flush()
             service.evidence.conclude(peer, message.evidence, word, time.monotonic())
         return CoordinatorToPeerReceipt(evidence=message.evidence, judgement=word)
+
+    # Validators ---------------------------------------------------------------------------------------------
+
+    async def _work(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorGetWork)
+        assert self.rounds is not None
+        async with self.service.lock:
+            peer = self.scope.admission.require_member(channel.remote_key)
+            return self.rounds.review.samples_of(peer, message)
+
+    async def _score(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorScoreWork)
+        assert self.rounds is not None
+        async with self._request(channel) as peer:
+            self.rounds.review.score(peer, message.signed)
+        return Acknowledged()
 
     # Samples ------------------------------------------------------------------------------------------------
 

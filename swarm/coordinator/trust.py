@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shoal.swarm.coordinator.events import Accusation
+from shoal.swarm.coordinator.events import Accusation, WorkStanding
 from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.types import MAX_DETOURS
+from shoal.swarm.protocol.work_scores import BAD, WorkScore
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.membership import Member
@@ -356,3 +357,48 @@ class Punctuality:
             times = self._in_vain[peer] = min(self._in_vain.get(peer, 0) + 1, _MOST_IN_VAIN)
             if times >= _IN_VAIN:
                 self._until[peer] = round_number + 1 + 2 ** (times - 1)
+
+
+# Scores of work ---------------------------------------------------------------------------------------------
+
+_SIGN_SHARE = 0.05
+"""Share of one score in the moving average of signs (Gauntlet, Templar's validators)."""
+
+_LEAST_SIGN = -0.5
+"""Average below which a member is treated as a newcomer: chance alone, of work that does nothing, is at -0.16."""
+
+DOUBTED_AFTER = 3
+"""Bad scores in a row, whoever made them, until a member is treated as a newcomer."""
+
+EXPELLED_AFTER = 6
+"""Bad scores in a row until it is expelled."""
+
+
+def work_after(standing: WorkStanding, validator: str, score: WorkScore) -> WorkStanding:
+    """Return what is known of a member's work after one more score by an authorised validator.
+
+    Three bad scores in a row cost it its credit, and so does an average that falls below a half of all against it. It
+    earns none until a good score finds its average above zero: after many good rounds at once, otherwise when as much
+    has spoken for it as against it."""
+    sign = standing.sign
+    if score.on_random is not None:
+        sign += _SIGN_SHARE * (math.copysign(1.0, score.on_random.mean) * bool(score.on_random.mean) - sign)
+    is_doubted = standing.is_doubted or sign < _LEAST_SIGN
+    counted: dict[str, object] = {"sign": sign, "scores": standing.scores + 1, "is_doubted": is_doubted}
+    if score.finding in BAD:
+        bad = standing.bad + 1
+        accusers = tuple(sorted({*standing.accusers, validator}))
+        shown = standing.shown + (score.finding != "withheld")
+        is_doubted = is_doubted or bad >= DOUBTED_AFTER
+        counted |= {"bad": bad, "shown": shown, "accusers": accusers, "is_doubted": is_doubted}
+    elif score.finding == "helps":
+        counted |= {"bad": 0, "shown": 0, "accusers": (), "is_doubted": is_doubted and sign <= 0.0}
+    return standing.model_copy(update=counted)
+
+
+def is_expelled(standing: WorkStanding, validators: Collection[str]) -> bool:
+    """Whether a member's work excludes it: enough bad scores in a row, by most of the ``validators`` that are here.
+
+    A contribution that could not be had excludes nobody, as a bad link does that, too."""
+    accusers = set(standing.accusers).intersection(validators)
+    return standing.shown >= EXPELLED_AFTER and 2 * len(accusers) > len(validators)

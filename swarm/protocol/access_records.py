@@ -10,13 +10,23 @@ from pydantic import Field
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.signed_chain import check_record, record_hash
 from shoal.swarm.protocol.types import Count, Digest, InviteId, InviteUses, PeerId, Record, Role, Text, UnixTime
+from shoal.swarm.protocol.work_scores import SignedScore
 
 _CONTEXT = b"shoal access record, version 1\0"
 
 MAX_REASONS = 32
 
 RecordKind = Literal[
-    "joined", "left", "kicked", "banned", "expelled", "allowed", "invite made", "invite revoked", "refused"
+    "joined",
+    "left",
+    "kicked",
+    "banned",
+    "expelled",
+    "allowed",
+    "invite made",
+    "invite revoked",
+    "refused",
+    "scored",
 ]
 
 
@@ -30,8 +40,9 @@ class Refusals(Record):
 class AccessRecord(Record):
     """One record. ``text``: the reason of a loss, or the host's note; ``network``: where a member came from, or what is
     banned; ``invite``: by which one a member joined for the first time, or which was made or revoked; ``uses`` and
-    ``expires_s``: limits of a made one; ``refused``: what was refused since the last such record; ``evidence``: the
-    id of what a member was expelled for (``evidence.py``), which ``accuser`` has shown of ``round``.
+    ``expires_s``: limits of a made one; ``score``: a validator's of the member's work; ``refused``: what was refused
+    since the last such record; ``evidence``: the id of what a member was expelled for (``evidence.py``), which
+    ``accuser`` has shown of ``round``.
 
     ``previous``: the chain hash of the record before; ``chain``: SHA-256 over all fields but itself and the host's
     ``signature`` of it."""
@@ -50,6 +61,7 @@ class AccessRecord(Record):
     evidence: Digest | None = None
     accuser: PeerId | Literal[""] = ""
     round: Count = 0
+    score: SignedScore | None = None
     refused: Annotated[tuple[Refusals, ...], Field(max_length=MAX_REASONS)] = ()
     previous: Digest = bytes(32)
     chain: Digest = bytes(32)

@@ -23,11 +23,12 @@ _BODY = struct.Struct(">B5sBHI16s")
 SIGNATURE_BYTES = 64
 TOKEN_BYTES = _BODY.size + SIGNATURE_BYTES
 
-_ROLES: tuple[InviteRole, ...] = ("trainer", "contributor", "observer")
+_ROLES: tuple[InviteRole, ...] = ("trainer", "contributor", "validator", "observer")
 _ADMITTED: dict[InviteRole, tuple[Role, ...]] = {
-    "trainer": ("trainer", "contributor", "validator", "observer"),
-    "contributor": ("contributor", "validator", "observer"),
-    "observer": ("validator", "observer"),
+    "trainer": ("trainer", "contributor", "follower", "observer"),
+    "contributor": ("contributor", "follower", "observer"),
+    "validator": ("validator", "follower", "observer"),
+    "observer": ("follower", "observer"),
 }
 
 
@@ -61,11 +62,16 @@ def read_token(token: bytes) -> TokenClaims:
     return TokenClaims(id_text(number), _ROLES[role], uses, expires_s)
 
 
+def admits(invited: InviteRole, role: Role) -> bool:
+    """Whether an invite for one role admits another."""
+    return role in _ADMITTED[invited]
+
+
 def check_terms(claims: TokenClaims, role: Role, unix_s: float) -> None:
     """Check that a token admits this role now. Raises ``NotAdmitted``."""
     if claims.expires_s and unix_s >= claims.expires_s:
         raise NotAdmitted(f"the invite {claims.id} has expired: ask the host for a new one", "expired")
-    if role not in _ADMITTED[claims.role]:
+    if not admits(claims.role, role):
         raise NotAdmitted(
             f"the invite {claims.id} is for the role {claims.role}: "
             f"join with {_OPTIONS[claims.role]}, or ask the host for another invite",
@@ -76,6 +82,7 @@ def check_terms(claims: TokenClaims, role: Role, unix_s: float) -> None:
 _OPTIONS: dict[InviteRole, str] = {
     "trainer": "--role full",
     "contributor": "--role contribute-only",
+    "validator": "--role validator",
     "observer": "--role observe",
 }
 

@@ -70,6 +70,7 @@ from shoal.swarm.protocol.types import (
     Trouble,
     UnixTime,
 )
+from shoal.swarm.protocol.work_scores import SignedScore
 
 Token = Annotated[bytes, Field(max_length=MAX_TOKEN_BYTES, repr=False)]
 """The secret of an invite, ``invite_token.py``."""
@@ -199,6 +200,19 @@ class PeerToCoordinatorRoundReport(Message):
     trouble: Text
 
 
+class PeerToCoordinatorGetWork(Message):
+    """By a validator: ask for the samples of one member's contribution to one of the last committed rounds."""
+
+    round: Count
+    peer: PeerId
+
+
+class PeerToCoordinatorScoreWork(Message):
+    """By a validator: report the score of a member's contribution."""
+
+    signed: SignedScore
+
+
 class PeerToCoordinatorShowCapability(Message):
     """Report this peer's capability for the run's pipeline, and the size of each layer of the recipe."""
 
@@ -316,6 +330,17 @@ class CoordinatorToPeerLease(Message):
     """Samples that no other member trains on. Empty when there is nothing to do now; the view shows when there is."""
 
     ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
+
+
+class CoordinatorToPeerWork(Message):
+    """Samples of a member's contribution; empty if the round is not among the last committed ones, or lacks the member.
+
+    ``carries``: the contribution also brings work that earlier rounds left out. ``doubted``: members in that round
+    whose last scores were bad, which validators look at first."""
+
+    ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
+    carries: bool = False
+    doubted: Annotated[tuple[PeerId, ...], Field(max_length=MAX_MEMBERS)] = ()
 
 
 class CoordinatorToPeerClaimed(Message):

@@ -327,7 +327,8 @@ class AveragingSection(Record):
 
 
 class AuditSection(Record):
-    """``[audit]``: members reduce chunks of others' means again, chosen by private randomness."""
+    """``[audit]``: members reduce chunks of others' means again, and validators score contributions, both chosen by
+    private randomness."""
 
     share: Annotated[
         float,
@@ -337,6 +338,17 @@ class AuditSection(Record):
             description=(
                 "share of the bytes of its rounds that each member spends on checking means that others have made, and "
                 "about the same share of work; 0: none are checked, and a wrong mean within the bound is never found"
+            ),
+        ),
+    ] = 0.02
+    work_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description=(
+                "share of all contributions that each validator scores; members with bad scores are scored in every "
+                "round beside that. Nothing is scored while no validator is here"
             ),
         ),
     ] = 0.02

@@ -53,11 +53,13 @@ Rate = Annotated[float, Field(ge=0, le=1e18)]
 Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
 Dtype = Annotated[str, Field(max_length=32)]
-Role = Literal["trainer", "contributor", "validator", "observer"]
+Role = Literal["trainer", "contributor", "validator", "follower", "observer"]
 """``trainer``: trains and reduces parts; ``contributor``: trains but reduces nothing; ``validator``: follows the anchor
-without contributing; ``observer``: reads the run and is not recorded."""
-InviteRole = Literal["trainer", "contributor", "observer"]
-"""Most that an invite admits to; ``observer``: followers of the anchor and guests."""
+and scores contributions, with an invite for that; ``follower``: follows the anchor; ``observer``: reads the run and is
+not recorded."""
+InviteRole = Literal["trainer", "contributor", "validator", "observer"]
+"""Most that an invite admits to; ``validator``: scoring, and what observers may; ``observer``: followers of the anchor
+and guests."""
 LeaveReason = Literal["done", "starts afresh", "observed", "diverged", "failed"]
 Trouble = Annotated[str, Field(max_length=MAX_TROUBLE)]
 """The error that made a member leave, and what to do about it."""
@@ -371,7 +373,8 @@ class MemberStatus(Record):
 class Blob(Record):
     """Name of bytes that a member offers in chunks.
 
-    ``contribution``: of the member to a round; ``partial``: a row reducer's means of its row, for the owners;
+    ``contribution``: of the member to a round; ``committed``: the same by leaf, after the round, for validators;
+    ``partial``: a row reducer's means of its row, for the owners;
     ``result``: means of a round, each as soon as it is held here; ``held``: the means held now, empty for the others;
     ``included``: the contributions in the means that the member made (``averaging/inclusions.py``); ``state``: anchor
     and outer optimizer state of an anchor version; ``state_lossless``: the same, compressed; ``state_digests``: digests
@@ -384,6 +387,7 @@ class Blob(Record):
 
     kind: Literal[
         "contribution",
+        "committed",
         "partial",
         "result",
         "held",

@@ -6,7 +6,7 @@ from tests.integration.harness import ROUNDS_S, SHOAL, START_S, Swarm, check_jou
 pytestmark = pytest.mark.integration
 
 
-def test_a_contributor_reduces_nothing_and_a_validator_follows(swarm: Swarm) -> None:
+def test_a_contributor_reduces_nothing_and_a_follower_follows(swarm: Swarm) -> None:
     rounds = 3
     host = swarm.host(run_toml(rounds=rounds, tokens=6_000, max_s=60))
     gate = swarm.folder / "gate"

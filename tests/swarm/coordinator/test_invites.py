@@ -177,15 +177,16 @@ def test_an_invite_that_is_revoked_while_its_holder_is_dialed_does_not_let_it_in
 @pytest.mark.parametrize(
     ("invited", "admitted"),
     [
-        ("trainer", {"trainer", "contributor", "validator", "observer"}),
-        ("contributor", {"contributor", "validator", "observer"}),
-        ("observer", {"validator", "observer"}),
+        ("trainer", {"trainer", "contributor", "follower", "observer"}),
+        ("contributor", {"contributor", "follower", "observer"}),
+        ("validator", {"validator", "follower", "observer"}),
+        ("observer", {"follower", "observer"}),
     ],
 )
 def test_an_invite_admits_to_its_role_and_to_less(invited: str, admitted: set[Role]) -> None:
     door = Door()
     invite = door.invite(role=invited)
-    roles: tuple[Role, ...] = ("trainer", "contributor", "validator", "observer")
+    roles: tuple[Role, ...] = ("trainer", "contributor", "validator", "follower", "observer")
     for number, role in enumerate(roles, 1):
         if role in admitted:
             door.come(number, invite.token, role=role)
@@ -209,9 +210,9 @@ def test_an_altered_token_is_refused(at: int) -> None:
     token = bytearray(door.invite(role="observer", uses=1, for_s=DAY_S).token)
     token[at] ^= 1
     altered = bytes(token)
-    door.refusal(1, altered, role="validator")
-    door.refusal(1, altered[:-1], role="validator")
-    door.refusal(1, altered + b"0", role="validator")
+    door.refusal(1, altered, role="follower")
+    door.refusal(1, altered[:-1], role="follower")
+    door.refusal(1, altered + b"0", role="follower")
 
 
 def test_a_token_of_another_run_or_host_is_refused() -> None:

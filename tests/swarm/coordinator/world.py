@@ -216,6 +216,7 @@ NOT_FROM_EVENTS = {
     "log",
     "admission",
     "leasing",
+    "review",
     "stage",
     "_sign",
     "_ready_delays",
@@ -484,7 +485,7 @@ class World(JournaledWorld[PlainRun]):
         machine = self.machine
         match event:
             case ev.MemberJoined():
-                assert event.entry.role == "trainer", "observers leave no traces"
+                assert event.entry.role != "observer", "observers leave no traces"
             case ev.RoundClosing():
                 assert self._phase == "open"
                 assert event.round == len(self.verdicts)
@@ -609,4 +610,4 @@ class World(JournaledWorld[PlainRun]):
         view = machine.scope.view(peer_name(0), self.now_s)
         status = machine.scope.status(self.now_s)
         assert view.tokens_in_round == status.tokens_in_round
-        assert len(status.members) == sum(one.entry.role == "trainer" for one in members.members.values())
+        assert len(status.members) == sum(one.entry.role != "observer" for one in members.members.values())

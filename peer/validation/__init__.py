@@ -1,0 +1,1 @@
+"""Scoring of other members' contributions by a validator."""

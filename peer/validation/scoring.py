@@ -1,0 +1,183 @@
+"""Scoring of one contribution: what it does to the loss, whether it is anybody's work at all, and whose.
+
+A contribution cannot be computed again where it depends on a private optimizer, so it is applied alone, scaled as in
+the round, and the loss is compared before and after on the member's own samples and on others (Gauntlet, the validators
+of Templar). The same samples before and after: their differences cancel out, and chance is told from an effect by the
+spread over groups of samples. A gradient is computed again instead.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from shoal.peer.training.data import Dataset, take_batch
+from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.protocol.work_scores import Finding, Gain
+
+Indices = NDArray[np.int64]
+LossFunction = Callable[[nn.Module, Tensor], Tensor]
+
+GROUPS = 8
+"""Groups into which the samples of a measurement are cut."""
+
+_BEYOND_CHANCE = 4.0
+"""Standard errors beyond which a gain is no chance: that of nothing is below or above once in 400 times each."""
+
+_EMPTY = 1e-3
+"""Share of the usual norm below which a contribution is no work: one of a twentieth of the work has far more."""
+
+_SAME = 0.98
+"""Cosine from which two contributions are one: that of honest members' is below, see ``docs/decisions``."""
+
+_SKETCH = 2**12
+"""Values of a sketch, from which cosines are known to within about 0.016."""
+
+_SKETCHES = 256
+"""Sketches that are remembered, the newest ones."""
+
+_PIECE = 2**20
+
+
+class LossMeter:
+    """Loss of a model at an anchor and beside it, on samples of the run's data."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction, data: Dataset) -> None:
+        """``model``: in float32, whose parameters are overwritten; ``loss``: mean over a batch, nats a token."""
+        self.vector = ParameterVector(model)
+        self._model, self._loss, self._data = model, loss, data
+        self._device = next(model.parameters()).device
+
+    def gain(self, anchor: Tensor, step: Tensor, indices: Indices) -> Gain:
+        """Return by how much ``anchor - step``, both (n,) float32, has a lower loss than ``anchor``.
+
+        ``indices``: of the samples, (k,), k >= 2."""
+        groups = np.array_split(indices, min(GROUPS, len(indices)))
+        before = self._losses(anchor, groups)
+        return gain_of(before, self._losses(anchor - step, groups))
+
+    @torch.no_grad()
+    def _losses(self, values: Tensor, groups: Sequence[Indices]) -> list[float]:
+        self.vector.write(values)
+        was_training = self._model.training
+        self._model.eval()
+        batches = (take_batch(self._data, group).to(self._device) for group in groups)
+        losses = [float(self._loss(self._model, batch)) for batch in batches]
+        self._model.train(was_training)
+        return losses
+
+    def gradient(self, anchor: Tensor, indices: Indices, batch: int) -> Tensor:
+        """Return the mean gradient at ``anchor`` of the samples, (n,) float32, in batches of ``batch``."""
+        self.vector.write(anchor)
+        for start in range(0, len(indices), batch):
+            part = indices[start : start + batch]
+            loss = self._loss(self._model, take_batch(self._data, part).to(self._device))
+            (loss * (len(part) / len(indices))).backward()  # type: ignore[no-untyped-call]
+        parts = [
+            torch.zeros(one.numel()) if one.grad is None else one.grad.detach().float().cpu().reshape(-1)
+            for one in self.vector.parameters
+        ]
+        for one in self.vector.parameters:
+            one.grad = None
+        return torch.cat(parts)
+
+
+def gain_of(before: Sequence[float], after: Sequence[float]) -> Gain:
+    """Return the gain by the losses of groups of samples before and after. A loss that is no number is an endless
+    one."""
+    if not all(math.isfinite(one) for one in after):
+        return Gain(mean=-1e30, error=0.0)
+    gains = np.asarray(before, dtype=np.float64) - np.asarray(after, dtype=np.float64)
+    error = float(gains.std(ddof=1) / math.sqrt(len(gains))) if len(gains) > 1 else 1e30
+    return Gain(mean=float(gains.mean()), error=min(error, 1e30))
+
+
+def effect_of(on_random: Gain, on_leased: Gain) -> Finding:
+    """Return whether a contribution helps, harms, or neither beyond chance.
+
+    What was learnt from few samples may raise the loss on others, late in training quite often. It lowers that on those
+    samples, and so counts as unclear: such work is to be averaged."""
+    if abs(on_random.mean) <= _BEYOND_CHANCE * on_random.error or not on_random.mean:
+        return "unclear"
+    if on_random.mean > 0:
+        return "helps"
+    return "unclear" if on_leased.mean > 0 else "harms"
+
+
+def is_empty(norm: float, others: Sequence[float]) -> bool:
+    """Whether a contribution of this norm is next to nothing beside those that others claim."""
+    return not norm or (bool(others) and norm < _EMPTY * float(np.median(others)))
+
+
+@dataclass(frozen=True)
+class _Sketch:
+    round: int
+    peer: str
+    values: Tensor
+
+
+@dataclass
+class Sketches:
+    """Sketches of the contributions seen, by which copies are recognised: random sums of their values (count sketch).
+
+    ``seed``: the validator's secret, or somebody could make a copy with another sketch."""
+
+    seed: int
+    _kept: deque[_Sketch] = field(default_factory=lambda: deque(maxlen=_SKETCHES))
+
+    def copied_from(self, round_number: int, peer: str, contribution: Tensor) -> str:
+        """Return which other member had the same contribution in this round or an earlier one, empty for none; and
+        remember it. ``contribution``: (n,) float32."""
+        values = self._sketch(contribution)
+        found = next((one.peer for one in self._kept if one.peer != peer and _cosine(one.values, values) > _SAME), "")
+        self._kept.append(_Sketch(round_number, peer, values))
+        return found
+
+    def _sketch(self, contribution: Tensor) -> Tensor:
+        sketch = torch.zeros(_SKETCH)
+        for piece, start in enumerate(range(0, contribution.numel(), _PIECE)):
+            part = contribution[start : start + _PIECE]
+            draws = torch.Generator().manual_seed((self.seed + piece) % 2**63)
+            places = torch.randint(0, 2 * _SKETCH, (part.numel(),), generator=draws)
+            sketch.index_add_(0, places % _SKETCH, part * (1.0 - 2.0 * (places >= _SKETCH)))
+        return sketch
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    lengths = float(one.norm()) * float(other.norm())
+    return float(one.dot(other)) / lengths if lengths else 0.0
+
+
+def deviation(claimed: Tensor, computed: Tensor) -> float:
+    """Return how far a gradient is from the one computed again, relative to that, both (n,) float32."""
+    length = float(computed.norm())
+    return min(float((claimed - computed).norm()) / length, 1e30) if length else 0.0
+
+
+_PRECISION = {"float32": 0.02, "bfloat16": 0.1, "float16": 0.1}
+"""How far gradients may be apart that two devices compute in the run's precision, relative to their norm."""
+
+
+def tolerance(precision: str, codec_loss: float, share: float) -> float:
+    """Return the most that an honest gradient may deviate from the one computed again.
+
+    ``codec_loss``: what encoding that one loses, relative to it. A contribution carries as much from the round before,
+    and its owner's part of what encoding the mean has lost, which is divided by the member's ``share`` of the mean."""
+    return _PRECISION.get(precision, 0.1) + codec_loss * (2.0 + 1.0 / share)
+
+
+def draw(members: Sequence[str], doubted: Collection[str], share: float, rng: random.Random) -> list[str]:
+    """Return members to score: all ``doubted`` ones first, then ``share`` of all on average, each in random order."""
+    first = [peer for peer in members if peer in doubted]
+    expected = share * len(members)
+    count = int(expected) + (rng.random() < expected - int(expected))
+    drawn = rng.sample(list(members), min(count, len(members)))
+    return [*rng.sample(first, len(first)), *(peer for peer in drawn if peer not in first)]

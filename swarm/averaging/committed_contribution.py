@@ -1,0 +1,133 @@
+"""A member's whole contribution after its round: kept for validators until the next round but one, and fetched by them.
+
+Its chunks are the leaves, each with its path, so that whoever fetches it checks every leaf against the root in the
+plan."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+
+from torch import Tensor
+
+from shoal.compression.formats import CodecError
+from shoal.compression.scratch import empty_aligned
+from shoal.swarm.aio import in_thread
+from shoal.swarm.averaging.buffer_pool import BufferPool
+from shoal.swarm.averaging.chunk_streams import StreamMeter, receive_chunks
+from shoal.swarm.averaging.contribution import EncodedContribution
+from shoal.swarm.averaging.leaf_grid import LeafGrid
+from shoal.swarm.errors import BlobUnavailable, Busy, WireError
+from shoal.swarm.protocol.types import Blob
+from shoal.swarm.transport.node import Endpoint
+
+log = logging.getLogger(__name__)
+
+_MEMORY_BYTES = 2**24
+"""Bytes of a contribution that is kept in memory; a larger one goes to a file."""
+
+_READERS = 2
+"""Validators that are served at once."""
+
+
+def committed_blob(round_number: int) -> Blob:
+    """Return the blob of a member's contribution to a committed round."""
+    return Blob(kind="committed", number=round_number)
+
+
+class CommittedContribution:
+    """Our contribution to a committed round, as validators may read it (a ``CountedSource``)."""
+
+    def __init__(self, round_number: int, grid: LeafGrid, may_read: Callable[[bytes], bool]) -> None:
+        """``may_read``: whether the transport key is that of a validator."""
+        self.blob = committed_blob(round_number)
+        self.chunks = grid.leaves
+        self._grid = grid
+        self._may_read = may_read
+        self._reading: set[bytes] = set()
+        self._file: tempfile.SpooledTemporaryFile[bytes] | None = None
+        self._starts: list[int] = []
+        self._lock = threading.Lock()
+
+    def keep(self, contribution: EncodedContribution, folder: Path | None) -> None:
+        """Copy all leaves. For a worker thread; never raises. ``folder``: for the file, by default the machine's folder
+        for temporary files."""
+        buffers = BufferPool()
+        with self._lock:
+            place = None if folder is None else str(folder)
+            self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES, dir=place)  # noqa: SIM115
+            try:
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                for leaf in range(self.chunks):
+                    self._starts.append(self._file.tell())
+                    self._file.write(contribution.chunk(*self._grid.bounds(leaf), buffers))
+                self._starts.append(self._file.tell())
+            except OSError as error:
+                log.warning("this contribution cannot be kept, so validators cannot score it: %s", error)
+                self._file.close()
+
+    def close(self) -> None:
+        """Drop it."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+
+    def begin_reading(self, reader: bytes) -> None:
+        """Count a validator's stream. Raises ``Busy``, and ``BlobUnavailable`` for others than validators."""
+        if not self._may_read(reader):
+            raise BlobUnavailable("only validators that the host has authorised may read whole contributions")
+        if reader in self._reading or len(self._reading) >= _READERS:
+            raise Busy("other validators are being served")
+        self._reading.add(reader)
+
+    def end_reading(self, reader: bytes) -> None:
+        """See ``CountedSource``."""
+        self._reading.discard(reader)
+
+    async def chunk(self, index: int) -> memoryview:
+        """Return a leaf with its path. Raises ``BlobUnavailable`` once it is dropped."""
+        return await in_thread(self._read, index)
+
+    def _read(self, leaf: int) -> memoryview:
+        with self._lock:
+            if self._file is None or self._file.closed:
+                raise BlobUnavailable("that contribution is not kept any more")
+            try:
+                self._file.seek(self._starts[leaf])
+                return memoryview(self._file.read(self._starts[leaf + 1] - self._starts[leaf]))
+            except OSError as error:
+                raise BlobUnavailable("that contribution cannot be read") from error
+
+
+async def fetch_contribution(
+    endpoint: Endpoint, peer: str, round_number: int, root: bytes, grid: LeafGrid, progress_s: float
+) -> Tensor:
+    """Fetch and decode a member's contribution to a committed round, ``(n,) float32``.
+
+    Raises ``LinkError``: ``WireError`` for leaves that do not lead to the root or do not decode, and whatever the
+    member says."""
+    values = empty_aligned(grid.bounds(grid.leaves - 1)[1])
+
+    def room(leaf: int, size: int) -> memoryview:
+        if size != grid.chunk_bytes(*grid.bounds(leaf)):
+            raise WireError(f"a leaf of {size} bytes does not fit")
+        return memoryview(bytearray(size))
+
+    def decode(leaf: int, data: memoryview) -> None:
+        start, stop = grid.bounds(leaf)
+        try:
+            grid.codec(leaf).decode(grid.checked(root, start, stop, data), stop - start, values[start:stop])
+        except CodecError as error:
+            raise WireError(f"a leaf does not decode: {error}") from error
+
+    fetch = functools.partial(endpoint.fetch, peer, committed_blob(round_number), range(grid.leaves))
+    async with aclosing(receive_chunks(functools.partial(fetch, progress_s=progress_s), room, StreamMeter())) as stream:
+        async for leaf, data in stream:
+            await in_thread(decode, leaf, data)
+    return values
