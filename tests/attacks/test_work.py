@@ -15,7 +15,8 @@ pytestmark = pytest.mark.integration
 
 FLIPPER = (sys.executable, str(Path(__file__).with_name("flipping_member.py")))
 SPARE_ROUNDS = 6
-"""Rounds in which the flipper may be that its validator does not score, or not beyond chance."""
+"""Rounds after its first bad score in which the flipper may be that a busy machine does not score, or not beyond
+chance."""
 
 
 def test_a_member_that_flips_the_sign_is_expelled(swarm: Swarm) -> None:
@@ -58,7 +59,7 @@ def test_a_member_that_flips_the_sign_is_expelled(swarm: Swarm) -> None:
         for one in events
         if isinstance(one, VerdictGiven) and one.verdict.committed and one.verdict.plan is not None
     ]
-    first = min(one.round for one in scores)
+    first = min(one.round for one in scores if one.peer == liar and one.finding == "harms")
     attacked = [plan.round for plan in plans if liar in [one.peer for one in plan.members] and plan.round >= first]
     assert len(attacked) <= EXPELLED_AFTER + SPARE_ROUNDS
 
