@@ -271,6 +271,8 @@ class RoundScope:
                 self.admission.access_list.apply(event)
                 if isinstance(event, ev.PeerBanned):
                     self.membership.forfeit_credit(event)
+                elif isinstance(event, ev.PeerAllowed) and event.peer in self.membership.members:
+                    self.membership.note_work(event.peer, ev.WorkStanding())
             case ev.LossRose() | ev.AccessRecorded():
                 pass  # for people
             case ev.WorkScored():
@@ -417,8 +419,8 @@ class RoundScope:
                 member.clipped_rounds += exceeds(planned, plan.rho, power)
                 member.last_tokens = planned.weight_tokens
                 member.worked_s = self.log.now_s
-        # Not for what is not in the mean, nor for what is as large as is just let through, nor for doubted work. Of a round with a void part
-        # everybody carries something on.
+        # Not for what is not in the mean, nor for what is as large as is just let through, nor for doubted work. Of a
+        # round with a void part everybody carries something on.
         is_whole = None not in verdict.digests
         unproven = {*lost, *event.missing, *(event.carrying if is_whole else ())}
         unproven |= {one.peer for one in plan.members if nears_bound(one, plan.rho, power)}

@@ -11,10 +11,10 @@ from tests.swarm.coordinator.world import CPU, entry, run_file
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.host_commands import HostCommands
-from shoal.swarm.coordinator.membership import CREDIT_ROUNDS
-from shoal.swarm.coordinator.trust import DOUBTED_AFTER, EXPELLED_AFTER, is_expelled, work_after
+from shoal.swarm.coordinator.trust import CREDIT_ROUNDS, DOUBTED_AFTER, EXPELLED_AFTER, is_expelled, work_after
 from shoal.swarm.errors import NotAdmitted, Removed, WireError
 from shoal.swarm.protocol.messages import (
+    AllowPeer,
     CoordinatorToHostInvite,
     CreateInvite,
     PeerToCoordinatorGetWork,
@@ -159,6 +159,8 @@ def test_three_bad_scores_make_a_newcomer_and_six_expel(world: ReviewedWorld) ->
     assert not world.scope.membership.members[bad.peer].alive
     with pytest.raises(Removed, match="banned"):
         world.scope.admission.access_list.refuse_banned(bad.peer, "")
+    HostCommands(world.scope, HOST).answer(AllowPeer(peer=bad.peer))
+    assert world.scope.membership.members[bad.peer].work == ev.WorkStanding()
 
 
 def test_a_score_counts_once_a_round(world: ReviewedWorld) -> None:
