@@ -166,6 +166,29 @@ class StageCompute:
             stage.work.step(samples, 1.0)
         return BackwardResult(back, None if loss is None else loss.detach().float())
 
+    def repeat(self, key: MicroBatchKey, given: Tensor, received: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Compute a micro-batch again that another replica has computed, and leave no trace of it.
+
+        ``received`` as in ``backward``; None for a forward pass only. Returns the output (at the last stage the loss)
+        and the input's gradient. Raises ``WireError`` for tensors that do not fit."""
+        samples = key.stop - key.start
+        self._check_input(given, samples)
+        kept = _MicroBatchInFlight(moved(given.detach(), self._settings.device))
+        kept.buffers = [self._copied_buffers(number) for number in range(len(self._stages))]
+        if received is None:
+            with torch.no_grad():
+                return self._run(key, kept.given, kept.buffers), None
+        kept.given.requires_grad_(True)
+        if self._loss is not None:
+            self._check_received(kept, received, samples)
+        else:
+            kept.output = self._run(key, kept.given, kept.buffers)
+            kept.output_shape = kept.output.shape
+            self._check_received(kept, received, samples)
+        output, gradient, _ = self._end(key, kept, received)
+        back = torch.autograd.grad(output, [kept.given], gradient, allow_unused=True)[0]
+        return output.detach(), torch.zeros_like(kept.given) if back is None else back
+
     def drop(self, key: MicroBatchKey) -> None:
         """Drop a micro-batch, if it is in flight."""
         self._in_flight.pop(key, None)

@@ -23,8 +23,9 @@ from shoal.peer.pipeline.claims import ClaimQueue, DriveRequests
 from shoal.peer.pipeline.mailbox import StageMailbox, StageShapes
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.tensor_store import TensorStore, offer_of
-from shoal.peer.pipeline.training import BackwardTask, ComputeResult, ForgetTask, ForwardTask, Task
+from shoal.peer.pipeline.training import BackwardTask, ComputeResult, ForgetTask, ForwardTask, RepeatTask, Task
 from shoal.peer.pipeline.view_watch import ViewWatch, holders, is_held
+from shoal.peer.pipeline.work_checks import CheckContext, CheckSettings, ExchangeLog, WorkChecker, WorkRepeater
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import (
@@ -130,7 +131,9 @@ class SharedEngine:
 class StageRunner:
     """Runner of the engine of one span, whose stages ``members`` has joined: ``run`` lasts until ``stop``."""
 
-    def __init__(self, members: Memberships, engine: StageEngine, shapes: StageShapes, staging: Staging) -> None:
+    def __init__(
+        self, members: Memberships, engine: StageEngine, shapes: StageShapes, staging: Staging, checks: CheckSettings
+    ) -> None:
         self._members = members
         self._engine = engine
         self._shared = SharedEngine(engine, self._execute, self._queue_computation)
@@ -144,6 +147,10 @@ class StageRunner:
         self._mailbox = StageMailbox(
             self._node, engine.span, shapes, self._tensors, on_offer, on_note, self._holds, self._is_trusted
         )
+        context = CheckContext(members, engine.span, shapes, self._tensors, staging, checks)
+        self._exchanges = ExchangeLog()
+        self._checker = WorkChecker(context, self._is_trusted)
+        self._repeater = WorkRepeater(context, self._exchanges, self._queue_task)
         on_claim = partial(self._shared.report, engine.claim_answered)
         self._claims = {
             stage: ClaimQueue(members.stages[stage].client, on_claim)
@@ -176,6 +183,7 @@ class StageRunner:
         """Run until ``stop``."""
         self._shared.bind_loop()
         self._mailbox.open()
+        self._repeater.open()
         try:
             with suppress(_Stopped):
                 async with task_scope() as self._tasks:
@@ -192,6 +200,8 @@ class StageRunner:
             raise
         finally:
             self._mailbox.close()
+            self._repeater.close()
+            self._drop_repeats()
             self._tensors.drop_all()
 
     def stop(self) -> None:
@@ -204,6 +214,7 @@ class StageRunner:
         """Begin a round, or go on with a reopened one; the parameters are those of its anchor."""
         self._round, self._is_closing = number, False
         self._norms.round_opened(number)
+        self._repeater.round_opened(number)
         self._shared.report(self._engine.round_opened, number)
         self._report_view_changes()
 
@@ -266,6 +277,8 @@ class StageRunner:
         """Drop all tasks and tensors of the round."""
         for fetch in self._fetches.values():
             fetch.cancel()
+        self._drop_repeats()
+        self._exchanges.clear()
         waiting = [task.compute for task in self._task_queue if isinstance(task, ForwardTask | BackwardTask)]
         self._task_queue.clear()
         self._jobs.clear()
@@ -275,6 +288,12 @@ class StageRunner:
         self._queue_task(ForgetTask(None))
         for compute in waiting:  # the engine has one computation out at a time, and waits for its end
             self._shared.report(self._engine.computed, compute)
+
+    def _drop_repeats(self) -> None:
+        """Tell those whose checks wait for a computation here that it will not come."""
+        for task in list(self._task_queue):
+            if isinstance(task, RepeatTask) and not task.done.done():
+                task.done.set_exception(StaleWork("the round is over here"))
 
     # Effects --------------------------------------------------------------------------------------------------
 
@@ -308,6 +327,7 @@ class StageRunner:
     def _queue_computation(self, compute: Compute) -> None:
         """Queue a computation whose inputs have arrived; on either thread."""
         if isinstance(compute, ComputeForward):
+            self._repeater.note_forward()
             self._jobs.add(compute.job)
             self._task_queue.append(ForwardTask(compute, *self._tensors.received_input(compute.job)))
         else:
@@ -331,6 +351,8 @@ class StageRunner:
             return
         if parcel is None:
             return
+        if send.kind == "gradient":
+            self._exchanges.gave(send.micro_batch, send.peer, parcel.digest)
         wait_s, scope = self._deadlines.request_s, scope_of(send.stage)
         try:
             await self._node.ask(send.peer, offer_of(send, parcel), Acknowledged, wait_s, scope)
@@ -368,9 +390,12 @@ class StageRunner:
         try:
             size = await self._tensors.fetch(fetch, self._mailbox.offer_for(fetch), self._deadlines.request_s)
             self._check_norm(fetch, size)
+            if fetch.kind == "activation":
+                self._exchanges.took(fetch.micro_batch, fetch.peer, self._tensors.input_digest(fetch.job))
             if self._engine.is_last:
                 _, targets = self._tensors.received_input(fetch.job)
                 await in_thread(self._shapes.check_targets, targets, fetch.micro_batch.samples)
+            await self._check_work(fetch)
         except LinkError as error:
             log.debug("fetching the %s of %s from %s failed: %s", fetch.kind, fetch.micro_batch, fetch.peer, error)
             self._shared.report(self._engine.fetch_failed, fetch)
@@ -399,6 +424,15 @@ class StageRunner:
             del self._refused[hop, fetch.peer]
             self._distrust(fetch.peer, stage, "size")
         raise WireError(reason)
+
+    async def _check_work(self, fetch: Fetch) -> None:
+        """Have another replica compute a drawn micro-batch again. Raises ``WireError`` if it may not be used."""
+        wrong = await self._checker.check(fetch)
+        if wrong is not None:
+            stage = self._engine.span.last + 1 if fetch.kind == "gradient" else fetch.stage - 1
+            self._distrust(wrong, stage, "values")
+        if wrong == fetch.peer:
+            raise WireError(f"two other replicas compute other values than peer {wrong} for {fetch.micro_batch}")
 
     # Trust ----------------------------------------------------------------------------------------------------
 

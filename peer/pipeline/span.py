@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 from concurrent import futures
 from contextlib import suppress
@@ -24,6 +25,7 @@ from shoal.peer.pipeline.runner import StageRunner
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import ComputeResult, SpanTraining, Task, TrainingSamples
 from shoal.peer.pipeline.view_watch import SpanAssignment, is_held
+from shoal.peer.pipeline.work_checks import CheckSettings, rounding_error
 from shoal.peer.terminal.snapshot import Flow, Snapshot, held_stages, with_stages
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import autocast
@@ -32,6 +34,7 @@ from shoal.peer.training.layers import Layered, StageModel
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
 from shoal.swarm.pipeline.engine.routing import Router
+from shoal.swarm.pipeline.engine.work_checks import tolerance
 from shoal.swarm.pipeline.planner.model import RECOMPUTE_TIME
 from shoal.swarm.protocol.run_file import RunFile
 
@@ -140,7 +143,13 @@ class HeldSpan:
             Router(client.peer, client.deadlines.patience_s),
             first_number=secrets.randbelow(2**40) * _NUMBERS,
         )
-        runner = StageRunner(members, engine, shapes, work.staging)
+        checks = CheckSettings(
+            share=work.run.audit.share,
+            tolerance=tolerance(work.run.inner.precision, rounding_error(work.staging.codec)),
+            stages=place.stages,
+            chance=random.SystemRandom(),
+        )
+        runner = StageRunner(members, engine, shapes, work.staging, checks)
         return cls(network, members, span, training, runner, speed)
 
     def begin_training(self) -> None:

@@ -6,8 +6,10 @@ Used on the event loop; packing and unpacking run in worker threads.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -22,15 +24,21 @@ from shoal.swarm.transport.node import Endpoint
 
 CHUNK_BYTES = 2**20
 
+BlobKind = Literal["activation", "gradient", "returned", "repeated"]
+_KINDS: tuple[BlobKind, ...] = get_args(BlobKind)
+
 
 @dataclass(frozen=True)
 class Parcel:
-    """Packed tensor, the first ``size_bytes`` of ``data``, then the targets' raw bytes, if any (a ``ChunkSource``)."""
+    """Packed tensor, the first ``size_bytes`` of ``data``, then the targets' raw bytes, if any (a ``ChunkSource``).
+
+    ``digest``: of all of ``data``."""
 
     form: TensorHeader
     targets: TensorHeader | None
     size_bytes: int
     data: memoryview
+    digest: bytes
 
     @property
     def chunks(self) -> int:
@@ -44,11 +52,14 @@ class Parcel:
 
 @dataclass
 class _JobTensors:
-    """Tensors of one job: ``given``, ``targets`` and ``gradient`` were received, ``made`` has yet to be packed."""
+    """Tensors of one job: ``given``, ``targets`` and ``gradient`` were received, ``made`` has yet to be packed.
+
+    ``given_digest``: of the packed input with its targets."""
 
     given: Tensor | None = None
     targets: Tensor | None = None
     gradient: Tensor | None = None
+    given_digest: bytes = b""
     made: dict[TensorKind, ComputedTensor] = field(default_factory=dict)
     parcels: dict[TensorKind, Parcel] = field(default_factory=dict)
     packing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -70,12 +81,12 @@ class TensorStore:
     def store_result(self, job: int, kind: TensorKind, tensor: ComputedTensor, targets: Tensor | None = None) -> None:
         """Store a job's result in place of its inputs and earlier results.
 
-        The targets travel on with an activation: ``targets``, or those that came with the job's input.
+        The targets travel on with an activation: ``targets``, or those that came with the job's input. What was sent
+        to the next stage and what came back from there can be fetched until the job is dropped, for comparison.
         """
         earlier = self._kept.get(job, _JobTensors())
         if targets is None and kind == "activation":
             targets = earlier.targets
-        self._retract(job)
         self._kept[job] = _JobTensors(targets=targets, made={kind: tensor})
 
     async def publish_packed(self, job: int, kind: TensorKind) -> Parcel | None:
@@ -94,7 +105,7 @@ class TensorStore:
             if self._kept.get(job) is not kept:
                 return None
             parcel = kept.parcels[kind]
-            self._endpoint.publish(Blob(kind=kind, number=job), parcel)
+            self._endpoint.publish(_blob(kind, job), parcel)
             return parcel
 
     # Inputs, from other peers ---------------------------------------------------------------------------------
@@ -119,26 +130,52 @@ class TensorStore:
         target_bytes = targets.packed_bytes(self._staging.codec) if targets else 0
         room = self._staging.allocate_host(offer.size_bytes + target_bytes)
         place = room.numpy().data
+        await self._fetch_into(place, fetch.peer, _blob(fetch.kind, fetch.number), progress_s)
+        tensor, size = await in_thread(self._staging.unpack_received, room[: offer.size_bytes], form)
+        digest = await in_thread(_digest, place)
+        kept = self._kept.setdefault(fetch.job, _JobTensors())
+        if fetch.kind == "gradient":
+            kept.gradient = tensor
+            self._endpoint.publish(_blob("returned", fetch.job), Parcel(form, None, place.nbytes, place, digest))
+            return size
+        kept.given, kept.given_digest = tensor, digest
+        if targets is not None:
+            kept.targets = unpack(room[offer.size_bytes :], targets, self._staging.codec)
+        return size
 
+    async def fetch_packed(self, peer: str, kind: BlobKind, number: int, size_bytes: int, progress_s: float) -> Tensor:
+        """Fetch packed bytes from another peer, (size_bytes,) uint8 on the host. Raises ``LinkError``."""
+        room = self._staging.allocate_host(size_bytes)
+        await self._fetch_into(room.numpy().data, peer, _blob(kind, number), progress_s)
+        return room
+
+    async def _fetch_into(self, place: memoryview, peer: str, blob: Blob, progress_s: float) -> None:
         def sink(chunk: int, size: int) -> memoryview:
             piece = place[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
             if size != piece.nbytes:
                 raise WireError(f"chunk {chunk} of a tensor has {size} bytes; expected {piece.nbytes}")
             return piece
 
-        blob, chunks = Blob(kind=fetch.kind, number=fetch.number), range(_chunks(place.nbytes))
-        async with aclosing(self._endpoint.fetch(fetch.peer, blob, chunks, sink, progress_s)) as stream:
+        chunks = range(_chunks(place.nbytes))
+        async with aclosing(self._endpoint.fetch(peer, blob, chunks, sink, progress_s)) as stream:
             async for _ in stream:
                 pass
-        tensor, size = await in_thread(self._staging.unpack_received, room[: offer.size_bytes], form)
-        kept = self._kept.setdefault(fetch.job, _JobTensors())
-        if fetch.kind == "gradient":
-            kept.gradient = tensor
-            return size
-        kept.given = tensor
-        if targets is not None:
-            kept.targets = unpack(room[offer.size_bytes :], targets, self._staging.codec)
-        return size
+
+    def publish_repeated(self, job: int, packed: Tensor) -> None:
+        """Publish the output's gradient with which other replicas compute a job again."""
+        form = TensorHeader((packed.numel(),), "uint8")
+        self._endpoint.publish(_blob("repeated", job), Parcel(form, None, packed.numel(), packed.numpy().data, b""))
+
+    def retract_repeated(self, job: int) -> None:
+        self._endpoint.retract(_blob("repeated", job))
+
+    def output(self, job: int) -> Parcel:
+        """Return the packed output of a job, which waits for its gradient."""
+        return self._kept[job].parcels["activation"]
+
+    def input_digest(self, job: int) -> bytes:
+        """Return the digest of a job's packed input with its targets."""
+        return self._kept[job].given_digest
 
     def received_input(self, job: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the input and the targets received for a job; None where this peer reads them itself."""
@@ -161,15 +198,24 @@ class TensorStore:
             self.drop(job)
 
     def _retract(self, job: int) -> None:
-        self._endpoint.retract(Blob(kind="activation", number=job))
-        self._endpoint.retract(Blob(kind="gradient", number=job))
+        for kind in _KINDS:
+            self._endpoint.retract(_blob(kind, job))
 
 
 def _packed(made: ComputedTensor, targets: Tensor | None, staging: Staging) -> Parcel:
     form = TensorHeader.of(made.tensor)
     data = staging.pack_result(made, None if targets is None else pack(targets.cpu(), staging.codec))
     targets_form = None if targets is None else TensorHeader.of(targets)
-    return Parcel(form, targets_form, form.packed_bytes(staging.codec), data.numpy().data)
+    place = data.numpy().data
+    return Parcel(form, targets_form, form.packed_bytes(staging.codec), place, _digest(place))
+
+
+def _digest(data: memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _blob(kind: BlobKind, number: int) -> Blob:
+    return Blob(kind=kind, number=number)
 
 
 def _form(offer: PeerToPeerOfferTensor) -> TensorHeader:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, MicroBatchKe
 from shoal.peer.pipeline.tensor_io import ComputedTensor
 from shoal.peer.training.data import Dataset, SampleOrder, take_batch
 from shoal.peer.training.layers import LayeredRecipe
-from shoal.swarm.errors import NotAdmitted
+from shoal.swarm.errors import Busy, NotAdmitted, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward, MicroBatch
 
 _WINDOW = 16
@@ -57,7 +58,32 @@ class ForgetTask:
     job: int | None
 
 
-Task = ForwardTask | BackwardTask | ForgetTask | Attention
+@dataclass(frozen=True)
+class RepeatTask:
+    """Computation of a micro-batch that another replica has computed, for comparison; it counts nowhere.
+
+    ``given``, ``targets``: input of the stage ``first``, None for samples read here; ``gradient``: of the output of the
+    stage ``last``, None for a forward pass only. ``done``: its result."""
+
+    micro_batch: MicroBatch
+    first: int
+    last: int
+    given: Tensor | None
+    targets: Tensor | None
+    gradient: Tensor | None
+    done: futures.Future[RepeatedTensors]
+
+
+@dataclass(frozen=True)
+class RepeatedTensors:
+    """Result of a ``RepeatTask``. ``output``: None at the model's last stage; ``targets``: if they were read here."""
+
+    output: ComputedTensor | None
+    gradient: ComputedTensor | None
+    targets: Tensor | None
+
+
+Task = ForwardTask | BackwardTask | RepeatTask | ForgetTask | Attention
 """Next step of the training thread; an ``Attention`` goes before any computation."""
 
 
@@ -106,6 +132,7 @@ class SpanTraining:
         self._is_last = is_last
         self._took = took
         self._forward_s: dict[int, float] = {}
+        self._held, self._settings = tuple(held), settings
         self._computes = {
             stage.number: StageCompute(held[at:], settings[stage.number], samples.recipe if is_last else None)
             for at, stage in enumerate(held)
@@ -118,13 +145,15 @@ class SpanTraining:
 
     # Computing ------------------------------------------------------------------------------------------------
 
-    def execute(self, task: ForwardTask | BackwardTask | ForgetTask) -> ComputeResult | None:
-        """Do a task and return its result; None for a drop."""
+    def execute(self, task: ForwardTask | BackwardTask | RepeatTask | ForgetTask) -> ComputeResult | None:
+        """Do a task and return its result; None for a drop, and for a repetition, whose result is its own."""
         match task:
             case ForwardTask():
                 return self._forward(task)
             case BackwardTask():
                 return self._backward(task)
+            case RepeatTask():
+                self._repeat(task)
             case ForgetTask():
                 self._forget(task.job)
         return None
@@ -163,6 +192,36 @@ class SpanTraining:
             self._took(from_stage, forward_s + time.perf_counter() - began_s)
         self._finished.append((time.monotonic(), micro_batch.samples))
         return ComputeResult(task.compute, made)
+
+    def _repeat(self, task: RepeatTask) -> None:
+        if not task.done.set_running_or_notify_cancel():
+            return
+        try:
+            task.done.set_result(self._repeated(task))
+        except (Busy, StaleWork, WireError) as error:
+            task.done.set_exception(error)
+
+    def _repeated(self, task: RepeatTask) -> RepeatedTensors:
+        micro_batch = task.micro_batch
+        if micro_batch.round != self.round:
+            raise StaleWork(f"this peer is in round {self.round}")
+        settings = self._settings[task.first]
+        is_full = sum(one.in_flight for one in self._computes.values()) >= settings.max_in_flight
+        if task.gradient is not None and is_full and not settings.recompute:
+            raise Busy("no memory is planned for another micro-batch's graph now")
+        given, targets, read = task.given, task.targets, None
+        if given is None:
+            given, read = self._samples.read(micro_batch)
+        is_end = self._is_last and task.last == self._held[-1].number
+        held = [stage for stage in self._held if task.first <= stage.number <= task.last]
+        compute = StageCompute(held, settings, self._samples.recipe if is_end else None)
+        key = MicroBatchKey(micro_batch.round, micro_batch.start, micro_batch.stop, -1)
+        output, back = compute.repeat(key, given, targets if is_end else task.gradient)
+        return RepeatedTensors(
+            None if is_end else ComputedTensor.on_current_stream(output),
+            None if back is None else ComputedTensor.on_current_stream(back),
+            read,
+        )
 
     def _forget(self, job: int | None) -> None:
         for one in list(self._keys) if job is None else [job]:

@@ -577,12 +577,12 @@ class PipelineRun:
             self.take_span(accused, "sent wrong values, as its neighbours say")
 
     def _credit(self, peers: Iterable[str]) -> dict[str, int]:
-        """Return the committed tokens, of all stages, of those that have credit in one."""
-        work: dict[str, int] = {}
+        """Return the credit, of all stages, of those that have any."""
+        credit: dict[str, int] = {}
         for scope in self.scopes:
-            for peer, tokens in credit_of(scope.membership.members, peers).items():
-                work[peer] = work.get(peer, 0) + tokens
-        return work
+            for peer, its in credit_of(scope.membership.members, peers).items():
+                credit[peer] = credit.get(peer, 0) + its
+        return credit
 
     def _leave_stages(self, peer: str, reason: str) -> None:
         """Those that are not its own any more."""

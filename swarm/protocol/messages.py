@@ -681,6 +681,49 @@ class PeerToPeerNote(Message):
     attempt: Annotated[int, Field(ge=0, lt=2**31)]
 
 
+class PeerToPeerConfirmTensors(Message):
+    """Ask what the receiver exchanged with the member ``of`` for a micro-batch."""
+
+    of: PeerId
+    round: Count
+    start: Count
+    stop: Count
+
+
+class PeerToPeerTensorsConfirmed(Message):
+    """Digests of the packed activation that was taken from that member, and of the gradient sent back; None if there
+    was none."""
+
+    activation: Digest | None
+    gradient: Digest | None
+
+
+class PeerToPeerRepeatWork(Message):
+    """Compute a micro-batch through the stages ``stage`` to ``last`` again, without counting it.
+
+    The sender has the input as its blob ``activation`` with this ``number``, and the output's gradient as its blob
+    ``repeated``; without ``backward`` only the output is wanted. Of stage 0 the input are the run's samples. ``seed``:
+    of the sketches."""
+
+    round: Count
+    start: Count
+    stop: Count
+    stage: Stage
+    last: Stage
+    number: Count
+    backward: bool
+    seed: Annotated[bytes, Field(min_length=16, max_length=16)]
+
+
+class PeerToPeerWorkRepeated(Message):
+    """Sketches of the output and of the input's gradient, each empty if there is none, and the targets' digest if they
+    were read here."""
+
+    output: Annotated[bytes, Field(max_length=4096)]
+    gradient: Annotated[bytes, Field(max_length=4096)]
+    targets: Annotated[bytes, Field(max_length=32)]
+
+
 # Either way ---------------------------------------------------------------------------------------------
 
 

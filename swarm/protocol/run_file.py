@@ -327,8 +327,8 @@ class AveragingSection(Record):
 
 
 class AuditSection(Record):
-    """``[audit]``: members reduce chunks of others' means again, and validators score contributions, both chosen by
-    private randomness."""
+    """``[audit]``: members reduce chunks of others' means again and have another replica compute micro-batches again,
+    and validators score contributions, all chosen by private randomness."""
 
     share: Annotated[
         float,
@@ -337,7 +337,8 @@ class AuditSection(Record):
             le=1,
             description=(
                 "share of the bytes of its rounds that each member spends on checking means that others have made, and "
-                "about the same share of work; 0: none are checked, and a wrong mean within the bound is never found"
+                "about the same share of work; of a pipeline's micro-batches the share that another replica computes "
+                "again. 0: none are checked, and what is wrong within the bounds is never found"
             ),
         ),
     ] = 0.02

@@ -379,8 +379,9 @@ class Blob(Record):
     ``included``: the contributions in the means that the member made (``averaging/inclusions.py``); ``state``: anchor
     and outer optimizer state of an anchor version; ``state_lossless``: the same, compressed; ``state_digests``: digests
     of its chunks; ``anchor_bfloat16`` and its digests: the rounded anchor; ``probe``: random bytes to measure a link;
-    ``activation`` and ``gradient``: a tensor offered for a micro-batch; ``start``: a tensor of the checkpoint that the
-    run starts from, by its index among the sorted names. ``grid``: elements in a chunk of a
+    ``activation`` and ``gradient``: a tensor offered for a micro-batch; ``returned``: the gradient that a member got
+    for its activation of that number; ``repeated``: one with which others are to compute again; ``start``: a tensor of
+    the checkpoint that the run starts from, by its index among the sorted names. ``grid``: elements in a chunk of a
     contribution, which may have been cut for a plan that was not used. ``scope``: of the run or stage, as their rounds
     and anchor versions have the same numbers.
     """
@@ -400,6 +401,8 @@ class Blob(Record):
         "probe",
         "activation",
         "gradient",
+        "returned",
+        "repeated",
         "start",
     ]
     number: Count

@@ -6,7 +6,9 @@ with those of the whole model on the whole batch.
 
 import asyncio
 import math
+import random
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,15 +30,17 @@ from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
 from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.runner import StageRunner
 from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging
-from shoal.peer.pipeline.training import ComputeResult, SpanTraining, TrainingSamples
+from shoal.peer.pipeline.training import ComputeResult, RepeatedTensors, RepeatTask, SpanTraining, TrainingSamples
+from shoal.peer.pipeline.work_checks import CheckSettings
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import Busy, Unreachable, WireError
+from shoal.swarm.errors import Busy, StaleWork, Unreachable, WireError
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward
 from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
 from shoal.swarm.pipeline.engine.routing import Router
+from shoal.swarm.pipeline.engine.work_checks import tolerance
 from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerClaimed,
@@ -46,11 +50,13 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
     PeerToPeerOfferTensor,
+    PeerToPeerRepeatWork,
+    PeerToPeerWorkRepeated,
 )
 from shoal.swarm.protocol.types import Message, TensorForm
 from shoal.swarm.sample_ranges import Ranges, from_wire, merge, overlap, subtract, to_wire
 
-A, B, C, D, E = (letter * 16 for letter in "abcde")
+A, B, C, D, E, F, G, H, J = (letter * 16 for letter in "abcdefghj")
 BOUNDARIES = (0, 2, 4, 6)
 STAGES = 3
 MICRO_BATCH = 2
@@ -189,6 +195,7 @@ class FakeReplica:
     """What counts in a stage."""
 
     tokens_per_sample = 1
+    round = ROUND
 
     def __init__(self, vector: ParameterVector) -> None:
         self.work = AccumulatedGradient(vector)
@@ -202,11 +209,14 @@ class FakeReplica:
 class Peer:
     """``computed`` is called before each of its computations."""
 
-    def __init__(self, coordinator: Coordinator, node: Node, name: str, device: torch.device) -> None:
+    def __init__(
+        self, coordinator: Coordinator, node: Node, name: str, device: torch.device, share: float = 0.0
+    ) -> None:
         first, last = coordinator.spans[name]
         self.name, self.coordinator = name, coordinator
         self.computed: Callable[[Any], None] = lambda task: None
         self.lie: Callable[[ComputeResult], ComputeResult] = lambda made: made
+        self.repeats: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self.hangs = self.may_look_up = False
         self.looked_up: asyncio.Queue[str] = asyncio.Queue()
         members = [
@@ -246,7 +256,8 @@ class Peer:
             0,
         )
         self.staging = Staging(device, get_codec("float32"))
-        self.runner = StageRunner(everybody, engine, shapes, self.staging)
+        checks = CheckSettings(share, tolerance("float32", 0.0), STAGES, random.Random(name))
+        self.runner = StageRunner(everybody, engine, shapes, self.staging, checks)
 
     async def live(self) -> None:
         """What the training thread does, until the test cancels it."""
@@ -269,19 +280,30 @@ class Peer:
                 if self.hangs or self.name in self.coordinator.dead:
                     await asyncio.Event().wait()
                 with self.staging.computing():
-                    made = self.training.execute(task)
+                    made = self._repeat(task) if isinstance(task, RepeatTask) else self.training.execute(task)
                 if made is not None:
                     made = self.lie(made)
+
+    def _repeat(self, task: RepeatTask) -> None:
+        """Compute another's micro-batch again, and change the result as the test says."""
+        inner: Future[RepeatedTensors] = Future()
+        self.training.execute(replace(task, done=inner))
+        made = inner.result()
+        tensors = {
+            name: one if one is None else ComputedTensor.on_current_stream(self.repeats(one.tensor))
+            for name, one in (("output", made.output), ("gradient", made.gradient))
+        }
+        task.done.set_result(replace(made, **tensors))
 
 
 @asynccontextmanager
 async def pipeline(
-    spans: dict[str, tuple[int, int]], device: torch.device = CPU
+    spans: dict[str, tuple[int, int]], device: torch.device = CPU, share: float = 0.0
 ) -> AsyncIterator[tuple[Coordinator, MemoryNetwork, dict[str, Peer]]]:
     coordinator, network, nodes = Coordinator(spans), MemoryNetwork(), {}
     for name in spans:
         Node(network, nodes, coordinator, name)
-    peers = {name: Peer(coordinator, nodes[name], name, device) for name in spans}
+    peers = {name: Peer(coordinator, nodes[name], name, device, share) for name in spans}
     async with asyncio.TaskGroup() as tasks:
         living = [tasks.create_task(peer.live()) for peer in peers.values()]
         yield coordinator, network, peers
@@ -331,6 +353,17 @@ SPANS = {
     "replicas everywhere": {A: (0, 0), B: (1, 1), C: (2, 2), D: (0, 0), E: (1, 1)},
     "spans of several stages": {A: (0, 1), B: (2, 2), C: (0, 2), D: (1, 2)},
     "one peer": {A: (0, 2)},
+    "three everywhere": {
+        A: (0, 0),
+        B: (0, 0),
+        C: (0, 0),
+        D: (1, 1),
+        E: (1, 1),
+        F: (1, 1),
+        G: (2, 2),
+        H: (2, 2),
+        J: (2, 2),
+    },
 }
 
 
@@ -403,6 +436,155 @@ def test_who_gets_it_from_the_only_replica_does_without_it_and_accuses_it(kind: 
             accuser = C if kind is ComputeForward else A
             assert [(by, one.accused, one.stage) for by, one in coordinator.accusations] == [(accuser, B, 1)]
             assert counted(peers, coordinator, 2 if accuser == C else 0) == [], "and nobody ends"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("kind", SPANS)
+def test_honest_replicas_agree(kind: str) -> None:
+    async def main() -> None:
+        async with pipeline(SPANS[kind], share=1.0) as (coordinator, _, peers):
+            await whole_batch(peers, coordinator)
+            check_gradient(peers, coordinator)
+            assert coordinator.accusations == []
+
+    run_virtual(main())
+
+
+def flipped(made: Tensor) -> Tensor:
+    return -made
+
+
+def shuffled(made: Tensor) -> Tensor:
+    """Random values of the same norm."""
+    other = torch.randn(made.shape, generator=torch.Generator().manual_seed(1)).to(made.device)
+    return other * (made.norm() / other.norm())
+
+
+def doubled(made: Tensor) -> Tensor:
+    return 2 * made
+
+
+def wrong(kind: type[Any], values: Callable[[Tensor], Tensor]) -> Callable[[ComputeResult], ComputeResult]:
+    """Sends other values of the usual size."""
+
+    def lie(made: ComputeResult) -> ComputeResult:
+        if made.tensor is None or not isinstance(made.compute, kind):
+            return made
+        return replace(made, tensor=ComputedTensor.on_current_stream(values(made.tensor.tensor)))
+
+    return lie
+
+
+@pytest.mark.parametrize("values", [flipped, shuffled, doubled])
+@pytest.mark.parametrize(
+    ("liar", "kind", "accusers"),
+    [
+        (A, ComputeForward, {D, E, F}),
+        (D, ComputeForward, {A, B, C}),
+        (D, ComputeBackward, {A, B, C}),
+        (G, ComputeBackward, {D, E, F}),
+    ],
+)
+def test_wrong_values_of_usual_size_are_found_and_used_by_nobody(
+    liar: str, kind: type[Any], accusers: set[str], values: Callable[[Tensor], Tensor]
+) -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["three everywhere"], share=1.0) as (coordinator, _, peers):
+            peers[liar].lie = wrong(kind, values)
+            await whole_batch(peers, coordinator)
+            assert {one.accused for _, one in coordinator.accusations} == {liar}
+            assert {by for by, _ in coordinator.accusations} <= accusers
+
+    run_virtual(main())
+
+
+def test_nobody_is_accused_where_nobody_can_say_who_is_wrong() -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["replicas everywhere"], share=1.0) as (coordinator, _, peers):
+            peers[E].lie = wrong(ComputeBackward, flipped)
+            peers[E].repeats = flipped
+            await asyncio.sleep(60.0)
+            assert coordinator.accusations == []
+            assert all(peers[name].training.backwards == 0 for name in (A, D)), "what is disputed is not used"
+
+    run_virtual(main())
+
+
+def test_who_lies_when_it_computes_again_is_found_out() -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["three everywhere"], share=1.0) as (coordinator, _, peers):
+            peers[E].repeats = flipped
+            await whole_batch(peers, coordinator)
+            check_gradient(peers, coordinator)
+            assert {one.accused for _, one in coordinator.accusations} == {E}
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("before", [set(), {H}])
+def test_who_shows_other_bytes_than_it_sent_needs_two_witnesses(before: set[str]) -> None:
+    """``before``: has been contradicted by it already."""
+
+    async def main() -> None:
+        spans = {A: (0, 0), B: (1, 1), C: (1, 1), G: (2, 2)}
+        async with pipeline(spans, share=1.0) as (coordinator, _, peers):
+            real = peers[B].node.publish
+
+            def publish(blob: Any, source: Any) -> None:
+                if blob.kind == "returned":
+                    source = replace(source, data=memoryview(bytes(len(source.data))))
+                real(blob, source)
+
+            peers[B].node.publish = publish  # type: ignore[attr-defined]
+            peers[A].runner._checker._contradictors = {B: set(before)}
+            await whole_batch(peers, coordinator)
+            assert {one.accused for _, one in coordinator.accusations} == ({B} if before else set())
+
+    run_virtual(main())
+
+
+def test_targets_that_were_changed_on_the_way_are_found() -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["three everywhere"], share=1.0) as (coordinator, _, peers):
+            peers[D].lie = lambda made: replace(made, targets=None if made.targets is None else 1 - made.targets % 2)
+            await whole_batch(peers, coordinator)
+            assert {one.accused for _, one in coordinator.accusations} == {D}
+
+    run_virtual(main())
+
+
+def test_others_cannot_make_a_peer_compute_without_end() -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["a chain"]) as (coordinator, _, peers):
+            await whole_batch(peers, coordinator)
+            request = PeerToPeerRepeatWork(
+                round=ROUND, start=0, stop=2, stage=0, last=0, number=0, backward=False, seed=bytes(16)
+            )
+            for _ in range(4):
+                await peers[B].node.ask(A, request, PeerToPeerWorkRepeated, 10.0)
+            with pytest.raises(Busy, match="enough"):
+                await peers[B].node.ask(A, request, PeerToPeerWorkRepeated, 10.0)
+            for change, error in (
+                ({"round": ROUND + 1}, StaleWork),
+                ({"stage": 1, "last": 1}, StaleWork),
+                ({"stop": 100}, WireError),
+            ):
+                with pytest.raises(error):
+                    await peers[B].node.ask(A, request.model_copy(update=change), PeerToPeerWorkRepeated, 10.0)
+            with pytest.raises(Busy, match="does not hold stage 1"):
+                await peers[C].node.ask(A, request, PeerToPeerWorkRepeated, 10.0)
+
+    run_virtual(main())
+
+
+def test_without_checks_wrong_values_of_usual_size_are_used() -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["three everywhere"]) as (coordinator, _, peers):
+            peers[G].lie = wrong(ComputeBackward, flipped)
+            await whole_batch(peers, coordinator)
+            with pytest.raises(AssertionError, match="not close"):
+                check_gradient(peers, coordinator)
 
     run_virtual(main())
 

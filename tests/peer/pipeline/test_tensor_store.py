@@ -105,11 +105,14 @@ def test_a_gradient_takes_the_place_of_the_activation() -> None:
         ours.store_result(JOB, "gradient", ComputedTensor.on_current_stream(2 * activation.tensor))
         parcel = await parcel_of(ours, "gradient")
         assert parcel.targets is None
-        assert list(endpoint.blobs) == [Blob(kind="gradient", number=JOB)]
         await theirs.fetch(fetch("gradient"), offer(parcel, "gradient"), 1.0)
         gradient = theirs.received_gradient(THEIRS)
         assert gradient is not None
         assert torch.equal(gradient, 2 * activation.tensor)
+        kept = {Blob(kind=kind, number=JOB) for kind in ("activation", "gradient")}
+        assert kept <= set(endpoint.blobs), "the activation can be shown until the job is dropped"
+        ours.drop(JOB)
+        assert kept.isdisjoint(endpoint.blobs)
 
     run_virtual(main())
 

@@ -636,10 +636,12 @@ def test_one_member_alone_takes_no_stage_from_another() -> None:
     assert world.peers[accused].name in world.machine.spans
 
 
-def test_two_neighbours_take_a_stage_while_nobody_has_credit() -> None:
+def test_most_of_the_neighbours_take_a_stage_while_nobody_has_credit() -> None:
     world, accused, neighbours, _ = accused_and_neighbours()
-    for by in neighbours[:2]:
+    for by in neighbours[:3]:
         accuse(world, by, accused, 1)
+    assert world.peers[accused].name in world.machine.spans
+    accuse(world, neighbours[3], accused, 1)
     assert world.peers[accused].name not in world.machine.spans
     assert world.machine.rests[world.peers[accused].name].reason == "sent wrong values, as its neighbours say"
 
@@ -658,7 +660,7 @@ def test_neighbours_with_most_of_the_credit_are_believed(accusers: int, is_belie
     world, accused, neighbours, _ = accused_and_neighbours()
     for scope in world.machine.scopes:
         for member in scope.membership.members.values():
-            member.rounds_committed, member.tokens_committed = 8, 100
+            member.has_credit, member.credit = True, 100
     for by in neighbours[:accusers]:
         accuse(world, by, accused, 1)
     assert (world.peers[accused].name not in world.machine.spans) == is_believed
@@ -667,7 +669,7 @@ def test_neighbours_with_most_of_the_credit_are_believed(accusers: int, is_belie
 def test_newcomers_take_no_stage_from_who_has_credit() -> None:
     world, accused, neighbours, _ = accused_and_neighbours()
     member = world.machine.scopes[1].membership.members[world.peers[accused].name]
-    member.rounds_committed, member.tokens_committed = 8, 100
+    member.has_credit, member.credit = True, 100
     for by in neighbours:
         accuse(world, by, accused, 1)
     assert world.peers[accused].name in world.machine.spans
