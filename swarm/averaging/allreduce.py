@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.aio import in_thread
+from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.chunk_header import holders, may_hold
 from shoal.swarm.averaging.chunk_streams import ExchangeContext
 from shoal.swarm.averaging.contribution import ContributionSource, EncodedContribution, contribution_blob
@@ -30,7 +31,8 @@ from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, ShoalError
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import Part
-from shoal.swarm.protocol.types import Blob, Delivery
+from shoal.swarm.protocol.statements import ChunkRanges, ranges_of
+from shoal.swarm.protocol.types import MAX_MADE_RANGES, Blob, Delivery
 from shoal.swarm.transport.node import Endpoint
 from shoal.swarm.transport.source import ChunkSource
 
@@ -141,6 +143,20 @@ class AllReduce:
     def deliveries(self) -> tuple[Delivery, ...]:
         """Return the delivery rates of the other members in this exchange."""
         return self._context.meters.deliveries(self._members, self._members[self.me], self._plan.round)
+
+    def made(self) -> dict[int, ChunkRanges]:
+        """Return the parts that this member has reduced, by index, with the chunks that it made itself."""
+        made: dict[int, ChunkRanges] = {}
+        for index, part in enumerate(self._plan.parts):
+            held = self.store.chunks_of(part) if self.store.has(part) else range(0)
+            if chunks := [chunk for chunk in held if self._has_made(chunk)]:
+                made[index] = ranges_of(chunks)[:MAX_MADE_RANGES]
+        return made
+
+    def _has_made(self, chunk: int) -> bool:
+        """Whether we have made a chunk that we hold, as owner or stand-in."""
+        made = [one for each in (self.as_owner, *self.as_stand_in) if (one := each.made.get(chunk)) is not None]
+        return any(same_bytes(one.result, self.store[chunk]) for one in made)
 
     def _rotated(self) -> list[Part]:
         """Return the parts beginning with our own, so that not everybody asks the same owner first."""

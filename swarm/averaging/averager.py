@@ -28,9 +28,15 @@ from shoal.swarm.averaging.results import PublishedResults, ResultArchive, Resul
 from shoal.swarm.averaging.round_feedback import RoundFeedback
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.messages import MadePart, PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
-from shoal.swarm.protocol.statements import ContributionStatement, unsigned_contributions
+from shoal.swarm.protocol.statements import (
+    ContributionStatement,
+    PartStatement,
+    PlanStatement,
+    plan_digest,
+    unsigned_contributions,
+)
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
@@ -214,7 +220,18 @@ class Averager:
             if not running.done():
                 running.cancel()
                 return None
-        return await in_thread(running.result().report, store, exchange.deliveries())
+        report = await in_thread(running.result().report, store, exchange.deliveries())
+        return await in_thread(self._signed, report, exchange)
+
+    def _signed(self, report: PeerToCoordinatorRoundReport, exchange: AllReduce) -> PeerToCoordinatorRoundReport:
+        """Return the report with our signatures of the parts that we have reduced."""
+        client, plan = self._client, exchange.store.plan
+        about, signed = PlanStatement(client.round_name(plan.round), plan_digest(plan)), []
+        for part, chunks in exchange.made().items():
+            made = MadePart(part=part, chunks=chunks, signature=bytes(64))
+            statement = PartStatement.of_report(about, report, made)
+            signed.append(made.model_copy(update={"signature": client.sign(statement)}))
+        return report.model_copy(update={"made": tuple(signed)})
 
     def _all_reduce(self, store: ResultStore) -> AllReduce:
         client, feedback, contribution = self._client, self.round_feedback.error_feedback, self._contribution

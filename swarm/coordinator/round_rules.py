@@ -12,7 +12,7 @@ from shoal.swarm.coordinator.bandwidth import collectors
 from shoal.swarm.coordinator.trust import outvotes
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
-from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.rounds import PartMaker, RoundPlan
 from shoal.swarm.protocol.run_file import RunSection
 from shoal.swarm.protocol.types import Phase
 from shoal.swarm.sample_ranges import Ranges
@@ -255,6 +255,26 @@ def _judges(plan: RoundPlan, member: int, present: list[str], credited: Collecti
     row = [one.peer for one in plan.members if one.row == plan.members[member].row]
     columns = {plan.members[one].peer for column in plan.columns if member in column for one in column}
     return [[peer for peer in group if peer in here] for group in (row, sorted(columns))]
+
+
+def makers_of(
+    plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport], digests: tuple[bytes | None, ...]
+) -> tuple[PartMaker | None, ...]:
+    """Return who has signed for the committed bytes of each part: the owner, else the first stand-in that has.
+
+    None for void parts, and where the maker was gone before it could report."""
+    index_of = {member.peer: index for index, member in enumerate(plan.members)}
+    signed: dict[int, dict[int, PartMaker]] = defaultdict(dict)
+    for peer, report in reports.items():
+        for made in report.made:
+            if digests[made.part] is not None and report.digests[made.part] == digests[made.part]:
+                member = index_of[peer]
+                maker = PartMaker(member=member, chunks=made.chunks, signature=made.signature)
+                signed[made.part][member] = maker
+    return tuple(
+        next((signed[number][one] for one in (part.owner, *part.stand_ins) if one in signed[number]), None)
+        for number, part in enumerate(plan.parts)
+    )
 
 
 def _work_behind(

@@ -59,6 +59,7 @@ from shoal.swarm.coordinator.round_rules import (
     judge,
     left_out,
     lost_work,
+    makers_of,
     weighted_mean,
 )
 from shoal.swarm.coordinator.stage import Stage
@@ -165,7 +166,7 @@ class RoundScope:
         self.elapsed_before_s = 0.0
         self._tokens_in_round = CachedSum()
         self._sign = sign
-        self._signed_plan: tuple[RoundPlan | None, bytes] = (None, b"")
+        self._stated: tuple[RoundPlan, PlanStatement, bytes] | None = None
         self._ready_delays = Delays(self.deadlines.ready_s)
         self._report_delays = Delays(self.deadlines.ready_s)
         self._bandwidths = Bandwidths()
@@ -511,14 +512,17 @@ class RoundScope:
 
     def _plan_signature(self) -> bytes:
         """Return the host's signature of the plan, made once; empty without a plan."""
-        plan = self.round.plan
-        if plan is None:
-            return b""
-        signed, signature = self._signed_plan
-        if signed is not plan:
-            signature = self._sign(PlanStatement(self.name_of_round, plan_digest(plan)).bytes_to_sign())
-            self._signed_plan = plan, signature
-        return signature
+        return self._stated_plan(self.round.plan)[2] if self.round.plan is not None else b""
+
+    def plan_statement(self, plan: RoundPlan) -> PlanStatement:
+        """Return the host's statement of the open round's plan, made once."""
+        return self._stated_plan(plan)[1]
+
+    def _stated_plan(self, plan: RoundPlan) -> tuple[RoundPlan, PlanStatement, bytes]:
+        if self._stated is None or self._stated[0] is not plan:
+            statement = PlanStatement(self.name_of_round, plan_digest(plan))
+            self._stated = plan, statement, self._sign(statement.bytes_to_sign())
+        return self._stated
 
     def trusted_members(self) -> dict[str, Member]:
         """Return the live trainers whose claims that the run has diverged count."""
@@ -1106,6 +1110,7 @@ class RoundScope:
             anchor_version=version,
             plan=plan,
             digests=judgement.digests,
+            makers=makers_of(plan, self.round.reports, judgement.digests) if plan and judgement.committed else (),
             tokens=tokens,
             tokens_total=total,
             loss=self.round.loss if judgement.committed else None,

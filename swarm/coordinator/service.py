@@ -62,7 +62,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.statements import check_ready
+from shoal.swarm.protocol.statements import check_ready, check_report
 from shoal.swarm.protocol.types import Address, Message, RosterEntry, TensorSpec
 from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.transport.channel import Channel
@@ -346,6 +346,9 @@ class ScopeHandlers:
         assert isinstance(message, PeerToCoordinatorRoundReport)
         assert self.rounds is not None
         async with self._request(channel) as peer:
+            plan, certificate = self.rounds.round.plan, self.rounds.membership.members[peer].entry.certificate
+            if plan is not None and message.round == plan.round:
+                check_report(self.rounds.plan_statement(plan), plan, message, certificate)
             self.rounds.report(peer, message, time.monotonic())
             self._tick_if(self.rounds.is_complete())
         return self.view(peer)

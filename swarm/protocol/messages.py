@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
-from shoal.swarm.protocol.rounds import RunView, Verdict
+from shoal.swarm.protocol.rounds import MadeChunks, RunView, Verdict
 from shoal.swarm.protocol.types import (
     MAX_DELIVERIES,
     MAX_EPOCHS,
@@ -183,13 +183,22 @@ class PeerToCoordinatorRoundReady(Message):
     signature: Signature = bytes(64)
 
 
+class MadePart(Record):
+    """Signature of a part that this member has reduced, or of those chunks of it (``statements.PartStatement``)."""
+
+    part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
+    chunks: MadeChunks
+    signature: Signature
+
+
 class PeerToCoordinatorRoundReport(Message):
     """Report how the averaging ended here: the digest of each part's result, or None if it did not arrive.
 
     Members are given as indices of the plan. ``dropped``: members that are missing in some chunk of the results held
     here;
     ``failed`` the owners and row reducers that did not give us what they had to; ``undelivered`` the members whose
-    contributions are missing in what we reduced ourselves; ``deliveries`` what others' links gave."""
+    contributions are missing in what we reduced ourselves; ``deliveries`` what others' links gave. ``made``: parts that
+    we have reduced, in part or as a whole; their digests stand in ``digests``."""
 
     round: Count
     digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_PARTS)]
@@ -197,6 +206,7 @@ class PeerToCoordinatorRoundReport(Message):
     failed: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
     undelivered: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
     deliveries: Annotated[tuple[Delivery, ...], Field(max_length=MAX_DELIVERIES)] = ()
+    made: Annotated[tuple[MadePart, ...], Field(max_length=MAX_PARTS)] = ()
     trouble: Text
 
 

@@ -137,13 +137,16 @@ class RoundPlan(Record):
         return self.columns[part.column] if self.columns else ()
 
 
+MadeChunks = Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1, max_length=MAX_MADE_RANGES)]
+
+
 class PartMaker(Record):
     """Signature of the member that has reduced a part, or those chunks of it (``statements.PartStatement``).
 
     ``member``: an index of the plan; ``chunks``: start and stop of each range."""
 
     member: Index
-    chunks: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1, max_length=MAX_MADE_RANGES)]
+    chunks: MadeChunks
     signature: Signature
 
 

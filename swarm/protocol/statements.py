@@ -15,7 +15,7 @@ import msgpack
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import peer_id, verify_signature
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
+from shoal.swarm.protocol.messages import MadePart, PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan, Verdict
 from shoal.swarm.protocol.types import Certificate
 
@@ -98,6 +98,13 @@ class PartStatement:
         return _packed(_PART, *self.name.fields, self.plan, self.part, self.digest, self.chunks)
 
     @classmethod
+    def of_report(cls, plan: PlanStatement, report: PeerToCoordinatorRoundReport, made: MadePart) -> PartStatement:
+        """Return the statement that goes with a part of a report on this plan."""
+        digest = report.digests[made.part]
+        assert digest is not None, "only parts that are here are signed"
+        return cls(plan.name, plan.plan, made.part, digest, made.chunks)
+
+    @classmethod
     def of(cls, verdict: Verdict, part: int) -> PartStatement | None:
         """Return the statement that the maker of a committed part must have signed; None where nobody has signed."""
         maker = verdict.makers[part] if part < len(verdict.makers) else None
@@ -126,6 +133,30 @@ def check_ready(name: RoundName, ready: PeerToCoordinatorRoundReady, certificate
     data = ContributionStatement.of_ready(name, ready).bytes_to_sign()
     if ready.weight_tokens and not verify_signature(certificate.identity_key, ready.signature, data):
         raise WireError("a contribution must be signed by its member's identity")
+
+
+def check_report(
+    statement: PlanStatement, plan: RoundPlan, report: PeerToCoordinatorRoundReport, certificate: Certificate
+) -> None:
+    """Check that a member has signed, and by the plan could have made, what its report says that it made.
+
+    ``statement``: of that plan. Raises ``WireError``."""
+    peer, parts = peer_id(certificate.identity_key), [made.part for made in report.made]
+    if parts != sorted(set(parts)):
+        raise WireError("a report names the parts that were made in their order, each once")
+    for made in report.made:
+        part = plan.parts[made.part] if made.part < len(plan.parts) else None
+        if part is None or len(report.digests) != len(plan.parts) or report.digests[made.part] is None:
+            raise WireError("a report names the maker of a part that it does not have")
+        if peer not in [plan.members[one].peer for one in (part.owner, *part.stand_ins)]:
+            raise WireError("a report says that a member made a part that is neither its own nor a stand-in's")
+        first, last = part.start // plan.chunk_elements, -(-part.stop // plan.chunk_elements)
+        edges = [first, *(edge for chunks in made.chunks for edge in chunks), last]
+        if edges != sorted(edges) or any(start == stop for start, stop in made.chunks):
+            raise WireError("a report names chunks that are not the part's")
+        data = PartStatement.of_report(statement, report, made).bytes_to_sign()
+        if not verify_signature(certificate.identity_key, made.signature, data):
+            raise WireError("a reduced part must be signed by its maker's identity")
 
 
 def check_plan(name: RoundName, plan: RoundPlan, signature: bytes, coordinator_key: bytes) -> None:

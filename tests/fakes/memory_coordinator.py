@@ -37,7 +37,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowVerdict,
 )
 from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.protocol.statements import check_ready
+from shoal.swarm.protocol.statements import check_ready, check_report
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, RosterEntry
 from shoal.swarm.sample_ranges import to_wire
 
@@ -170,6 +170,9 @@ class MemoryCoordinator:
                 machine.scope.ready(peer, message, now)
                 machine.tick(now)
             case PeerToCoordinatorRoundReport():
+                plan, entry = machine.scope.round.plan, machine.scope.membership.members[peer].entry
+                if plan is not None and message.round == plan.round:
+                    check_report(machine.scope.plan_statement(plan), plan, message, entry.certificate)
                 machine.scope.report(peer, message, now)
                 machine.tick(now)
             case PeerToCoordinatorDescribeModel():

@@ -26,7 +26,8 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
 )
-from shoal.swarm.protocol.statements import ContributionStatement, check_plan
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.statements import ChunkRanges, ContributionStatement, PartStatement, check_plan, has_signed
 from shoal.swarm.protocol.verdict_chain import check_verdict
 from shoal.swarm.sample_ranges import count
 
@@ -366,6 +367,58 @@ def test_nobody_takes_part_in_a_plan_with_a_contribution_that_its_member_has_not
             scope.proposal = real
             outcomes = await together(*play_all(run, 0))
             assert all(isinstance(one, Committed) and one.included for one in outcomes)
+
+    run_virtual(main())
+
+
+def makers(verdict: Verdict) -> list[tuple[int, ChunkRanges] | None]:
+    """Who has made which chunks of each part, with their signatures checked."""
+    assert verdict.plan is not None
+    found: list[tuple[int, ChunkRanges] | None] = []
+    for part, maker in enumerate(verdict.makers):
+        statement = PartStatement.of(verdict, part)
+        assert (statement is None) == (maker is None)
+        if maker is not None and statement is not None:
+            member = verdict.plan.members[maker.member]
+            assert has_signed(member.identity_key, member.peer, maker.signature, statement.bytes_to_sign())
+        found.append((maker.member, maker.chunks) if maker is not None else None)
+    return found
+
+
+def test_who_reduced_a_part_has_signed_it_in_the_verdict() -> None:
+    async def main() -> None:
+        async with swarm(3, run_toml(30), ELEMENTS) as run:
+            outcomes = await together(*play_all(run, 0))
+            assert isinstance(outcomes[0], Committed)
+            assert makers(outcomes[0].verdict) == [(0, ((0, 2),)), (1, ((2, 3),)), (2, ((3, 4),))]
+
+    run_virtual(main())
+
+
+def test_a_stand_in_signs_for_the_chunks_that_it_made_and_not_for_those_of_the_failed_owner() -> None:
+    async def main() -> None:
+        async with swarm(4, run_toml(40), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
+            await run.own_nothing(run[3])
+            owner, lacking = run[0], {run[index].peer for index in (1, 2, 3)}
+            doomed = [tasks.create_task(owner.play(contribution(0), 10))]
+
+            async def fault(step: Step, payload: bytes) -> bytes:
+                """All get its first chunk, and then it dies."""
+                if (step.blob.kind, step.holder, step.chunk) == ("result", owner.peer, 1) and not doomed[0].done():
+                    await until(lambda: not lacking)
+                    dying(run, owner, doomed)
+                if (step.blob.kind, step.holder, step.chunk) == ("result", owner.peer, 0):
+                    lacking.discard(step.to)
+                return payload
+
+            run.network.faults.append(fault)
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in (1, 2, 3)])
+            assert isinstance(outcomes[0], Committed)
+            verdict = outcomes[0].verdict
+            assert verdict.plan is not None
+            first = verdict.plan.parts[0]
+            assert (first.owner, first.stop) == (0, 2 * 4096)
+            assert makers(verdict) == [(first.stand_ins[0], ((1, 2),)), (1, ((2, 3),)), (2, ((3, 4),))]
 
     run_virtual(main())
 

@@ -6,10 +6,10 @@ from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.round_plan import PlanRules, plan_round
-from shoal.swarm.coordinator.round_rules import Goal, Work, closing_moment, judge, weighted_mean
+from shoal.swarm.coordinator.round_rules import Goal, Work, closing_moment, judge, makers_of, weighted_mean
 from shoal.swarm.coordinator.trust import weightiest
 from shoal.swarm.deadlines import Deadlines, Delays
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
+from shoal.swarm.protocol.messages import MadePart, PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan
 
 DEADLINES = Deadlines(30.0)
@@ -410,3 +410,25 @@ def test_deadlines_of_silence() -> None:
     assert members.silent(99.0, 30.0) == [B]
     assert [one.peer for one in members.roster()] == [B]
     assert members.roster_version == 3
+
+
+def test_the_maker_of_a_part_is_who_has_signed_for_its_committed_bytes() -> None:
+    part, digests = PLAN.parts[0], report(PLAN).digests
+    peers = [PLAN.members[one].peer for one in (part.owner, *part.stand_ins)]
+
+    def signed(by: str, wrong: tuple[int, ...] = ()) -> PeerToCoordinatorRoundReport:
+        made = MadePart(part=0, chunks=((0, 1),), signature=by.encode() * 4)
+        return report(PLAN, wrong=wrong).model_copy(update={"made": (made,)})
+
+    def maker(*reports: PeerToCoordinatorRoundReport, committed: tuple[bytes | None, ...] = digests) -> bytes | None:
+        first, *others = makers_of(PLAN, dict(zip(peers, reports, strict=False)), committed)
+        assert others == [None] * (len(PLAN.parts) - 1)
+        assert first is None or PLAN.members[first.member].peer.encode() * 4 == first.signature
+        return None if first is None else first.signature[:16]
+
+    owner, stand_in = (signed(peer) for peer in peers[:2])
+    assert maker(owner, stand_in) == peers[0].encode()
+    assert maker(report(PLAN), stand_in) == peers[1].encode()
+    assert maker(signed(peers[0], wrong=(0,)), stand_in) == peers[1].encode(), "it has signed for other bytes"
+    assert maker(report(PLAN)) is None
+    assert maker(owner, stand_in, committed=(None, *digests[1:])) is None

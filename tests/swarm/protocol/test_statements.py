@@ -6,7 +6,7 @@ from tests.fakes.grids import plan_of
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
+from shoal.swarm.protocol.messages import MadePart, PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.statements import (
     ContributionStatement,
@@ -14,6 +14,7 @@ from shoal.swarm.protocol.statements import (
     PlanStatement,
     RoundName,
     check_ready,
+    check_report,
     has_signed,
     plan_digest,
     ranges_of,
@@ -104,6 +105,51 @@ def test_factor_and_row_are_the_plans_own_decisions() -> None:
     decided = plan.model_copy(update={"members": tuple(one.model_copy(update={"factor": 0.5}) for one in plan.members)})
     assert list(unsigned_contributions(NAME, decided)) == []
     assert plan_digest(decided) != plan_digest(plan)
+
+
+def made_part(plan: RoundPlan, part: int, one: Identity, *chunks: tuple[int, int]) -> PeerToCoordinatorRoundReport:
+    """A report of all parts by a member that says that it has made those chunks of one."""
+    digests = tuple(bytes([number]) * 32 for number in range(len(plan.parts)))
+    made = MadePart(part=part, chunks=chunks, signature=bytes(64))
+    report = PeerToCoordinatorRoundReport(round=plan.round, digests=digests, dropped=(), trouble="")
+    statement = PartStatement.of_report(PlanStatement(NAME, plan_digest(plan)), report, made)
+    made = made.model_copy(update={"signature": one.sign(statement.bytes_to_sign())})
+    return report.model_copy(update={"made": (made,)})
+
+
+def test_a_reduced_part_is_signed_by_who_could_have_made_it() -> None:
+    identities = sorted((Identity.generate() for _ in range(3)), key=lambda one: one.peer_id)
+    plan = signed_plan(identities)
+    parts = tuple(one.model_copy(update={"stand_ins": ((one.owner + 1) % 3,)}) for one in plan.parts)
+    plan = plan.model_copy(update={"parts": parts})
+    statement = PlanStatement(NAME, plan_digest(plan))
+    first, stop = parts[1].start // plan.chunk_elements, parts[1].stop // plan.chunk_elements
+    owner, stand_in, other = (identities[(parts[1].owner + step) % 3] for step in range(3))
+
+    def check(one: Identity, report: PeerToCoordinatorRoundReport) -> None:
+        check_report(statement, plan, report, one.certify(CurveKeys.fresh()))
+
+    check(owner, made_part(plan, 1, owner, (first, stop)))
+    check(stand_in, made_part(plan, 1, stand_in, (first, first + 1), (stop - 1, stop)))
+    fine = made_part(plan, 1, owner, (first, stop))
+    for one, report, why in (
+        (other, made_part(plan, 1, other, (first, stop)), "neither"),
+        (owner, made_part(plan, 1, owner, (first, stop + 1)), "not the part's"),
+        (owner, made_part(plan, 1, owner, (first - 1, stop)), "not the part's"),
+        (owner, made_part(plan, 1, owner, (stop - 1, stop), (first, stop)), "not the part's"),
+        (owner, made_part(plan, 1, owner, (first, first), (first, stop)), "not the part's"),
+        (owner, fine.model_copy(update={"made": fine.made * 2}), "each once"),
+        (stand_in, fine, "signed"),
+        (owner, fine.model_copy(update={"digests": (b"?" * 32,) * len(parts)}), "signed"),
+        (owner, fine.model_copy(update={"digests": (None,) * len(parts)}), "does not have"),
+        (owner, fine.model_copy(update={"digests": ()}), "does not have"),
+        (owner, fine.model_copy(update={"made": (fine.made[0].model_copy(update={"part": 99}),)}), "does not have"),
+    ):
+        with pytest.raises(WireError, match=why):
+            check(one, report)
+    other_plan = plan.model_copy(update={"rho": 1.0})
+    with pytest.raises(WireError, match="signed"):
+        check_report(PlanStatement(NAME, plan_digest(other_plan)), other_plan, fine, owner.certify(CurveKeys.fresh()))
 
 
 def test_ranges_of_chunks() -> None:
