@@ -57,6 +57,7 @@ class System:
 def shoal(case: Case) -> System:
     what = f"Shoal {case.codec}" + (f", groups of {case.group_size}" if case.group_size else "")
     what += ", apart" if case.apart else ""
+    what += ", uncommitted" if case.uncommitted else ""
 
     def row(runs: list[Measured]) -> Row:
         turns = [one.laps[_SETTLING_ROUNDS:] for one in runs]
@@ -198,6 +199,9 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, float | None]:
         ),
         "overhead_1M_s": overhead_s(rows),
         "grid16_bytes_vs_flat": grid_ratio(rows),
+        "commitment_time_vs_none": over(
+            find(rows, "Shoal int8", "10M", "s a round"), find(rows, "Shoal int8, uncommitted", "10M", "s a round")
+        ),
     }
 
 
@@ -222,6 +226,8 @@ def systems_of(options: Any) -> list[list[System]]:
         group = [shoal(case) for case in cases]
         if options.apart:
             group += [shoal(replace(case, apart=True)) for case in cases]
+        if options.uncommitted:
+            group += [shoal(replace(case, uncommitted=True)) for case in cases]
         if "gloo" in options.beside:
             group.append(gloo(Case("float32", elements, options.peers, rounds)))
         if "hivemind" in options.beside and has_hivemind():
@@ -252,6 +258,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5, help="of a turn that count; three before them do not")
     arguments.add_argument("--turns", type=int, choices=range(1, 100), default=1, metavar="N", help=_TURNS)
     arguments.add_argument("--apart", action="store_true", help="Shoal also with an address a peer, over TCP")
+    arguments.add_argument("--uncommitted", action="store_true", help="Shoal also without roots, paths and signatures")
     arguments.add_argument("--beside", type=comma(str), default=["gloo", "hivemind"], help="other systems to measure")
     arguments.add_argument("--grid", type=elements_of, default=elements_of("4M"), help="of 16 peers' vectors")
     arguments.add_argument("--no-grid", dest="grid", action="store_const", const=0)

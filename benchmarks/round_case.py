@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Case:
     """A measured case: ``rounds`` count, one more before them warms up. ``bandwidths_bps``: what each peer says of its
     link, where the coordinator is not to find out by itself. ``group_size``: 0 for one that holds everybody. ``apart``:
-    each peer on loopback has an address of its own, so their links are as those between machines."""
+    each peer on loopback has an address of its own, so their links are as those between machines. ``uncommitted``: no
+    leaf is hashed, no path and no member's signature is checked."""
 
     codec: str
     elements: int
@@ -19,6 +20,7 @@ class Case:
     group_size: int = 0
     bandwidths_bps: tuple[float, ...] = ()
     apart: bool = False
+    uncommitted: bool = False
 
     def loopback_address(self, number: int) -> str:
         """Of a peer; Linux has all of 127.0.0.0/8."""

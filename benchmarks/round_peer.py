@@ -22,6 +22,10 @@ from shoal.compression.range_reader import TensorReader
 from shoal.peer.member.member import LocalMember
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.aio import task_scope
+from shoal.swarm.averaging import contribution
+from shoal.swarm.averaging.averager import Averager
+from shoal.swarm.averaging.leaf_grid import LeafGrid
+from shoal.swarm.averaging.merkle import path_bytes
 from shoal.swarm.averaging.outcome import Committed, RoundOffer
 from shoal.swarm.averaging.results import RoundMean
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
@@ -33,7 +37,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRoundReport,
 )
-from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.rounds import RoundPlan, RunView
 from shoal.swarm.protocol.types import Blob, DeviceInfo, Message, SampleRange, TensorSpec
 from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Node
@@ -50,8 +54,28 @@ def run_peer(pipe: Connection, invite: str, case: Case, number: int, site: Site 
     if site is not None:
         enter(site.namespace)
     torch.set_num_threads(1)
+    if case.uncommitted:
+        _forgo_commitments()
     address = site.address if site is not None else case.loopback_address(number)
     asyncio.run(_live(Pace(pipe), Invite.parse(invite), case, number, address))
+
+
+def _forgo_commitments() -> None:
+    """Round as it would be without commitments, but for the bytes of the paths."""
+
+    def unchecked(grid: LeafGrid, root: bytes, start: int, stop: int, data: memoryview) -> memoryview:
+        leaves = grid.within(start, stop)
+        return data[: data.nbytes - path_bytes(grid.leaves, leaves.start, leaves.stop)]
+
+    def hash_nothing(packed: object) -> bytes:
+        return bytes(32)
+
+    def check_nothing(averager: Averager, plan: RoundPlan) -> str:
+        return ""
+
+    contribution.leaf_digest = hash_nothing  # type: ignore[attr-defined]
+    LeafGrid.checked = unchecked  # type: ignore[assignment, method-assign]
+    Averager._made_up = check_nothing  # type: ignore[assignment, method-assign]
 
 
 class _Client(CoordinatorClient):
@@ -151,10 +175,10 @@ class _Peer:
         client, member, state = self._client, self._member, self._member.state
         self._node.partners.clear()  # some are asked before the clock starts
         ranges, number = await self._work(), client.view.round
-        contribution = torch.randn(self._case.elements, generator=torch.Generator().manual_seed(number))
-        expected = contribution[::_PROBE_STEP].clone()
+        values = torch.randn(self._case.elements, generator=torch.Generator().manual_seed(number))
+        expected = values[::_PROBE_STEP].clone()
         assert state is not None
-        reader = TensorReader(contribution)
+        reader = TensorReader(values)
         offer = RoundOffer(number, state.version, state.digest, reader, len(ranges), ranges, None)
         start_s = await asyncio.to_thread(self._pace.start)
         sent, received = self._node.meter.sent_bytes, self._node.meter.received_bytes
