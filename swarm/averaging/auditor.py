@@ -48,7 +48,9 @@ def auditable(store: ResultStore, verdict: Verdict, me: str) -> Iterator[ChosenC
     for number, (digest, made) in enumerate(zip(verdict.digests, verdict.makers, strict=False)):
         if digest is None or made is None or members[made.member].peer == me:
             continue
-        for chunk in (one for first, stop in made.chunks for one in range(first, stop)):
+        for chunk in store.chunks_of(store.plan.parts[number]):
+            if not any(first <= chunk < stop for first, stop in made.chunks):
+                continue
             header = store.group.header(store[chunk])
             size = store.leaf_grid.chunk_bytes(*store.bounds(chunk)) * (len(header.included) + 1)
             if header.included and not header.reduced_rows and size < MAX_EVIDENCE_BYTES / 2:

@@ -182,6 +182,15 @@ class Verdict(Record):
     chain: Digest
     signature: Annotated[bytes, Field(max_length=64)]
 
+    @model_validator(mode="after")
+    def _names_makers_of_the_plan(self) -> Verdict:
+        members = len(self.plan.members) if self.plan is not None else 0
+        if len(self.makers) > len(self.digests) or any(
+            one is not None and one.member >= members for one in self.makers
+        ):
+            raise ValueError("makers: expected members of the plan, for its parts")
+        return self
+
 
 class StateAgreement(Record):
     """Agreed digest of one version's state. ``chain``: of the newest verdict of its scope then, which covers the run

@@ -10,7 +10,7 @@ from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
 from shoal.swarm.protocol.messages import MESSAGES, PeerToCoordinatorJoinRun, PeerToCoordinatorShowCapability
-from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan, Verdict
 from shoal.swarm.protocol.types import Message, PipelineView, RosterEntry
 
 
@@ -94,6 +94,14 @@ def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _made(verdict: dict[str, Any]) -> dict[str, Any]:
+    """Makers that are members of the plan, at most one for each part."""
+    members = len(verdict["plan"].members) if verdict["plan"] is not None else 0
+    makers = verdict["makers"][: len(verdict["digests"])] if members else ()
+    fitting = (one and one.model_copy(update={"member": one.member % members}) for one in makers)
+    return verdict | {"makers": tuple(fitting)}
+
+
 def _staged(view: dict[str, Any]) -> dict[str, Any]:
     """A pipeline whose boundaries rise and whose spans are of its stages."""
     stages = len(view["boundaries"]) - 1
@@ -129,6 +137,7 @@ def _with_hosts(record: dict[str, Any]) -> dict[str, Any]:
 
 _FITTING = {
     RoundPlan: _fitting,
+    Verdict: _made,
     PipelineView: _staged,
     PeerToCoordinatorShowCapability: _measured,
     PeerToCoordinatorJoinRun: _with_data_ports,

@@ -2,6 +2,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from pydantic import ValidationError
+from tests.fakes.grids import plan_of
 from tests.swarm.samples import records
 
 from shoal.swarm.errors import WireError
@@ -35,6 +37,15 @@ VERDICT = signed(
         signature=b"",
     )
 )
+
+
+def test_makers_are_members_of_the_plan() -> None:
+    plan, maker = plan_of([1, 1], [[0, 1]]), {"member": 1, "chunks": ((0, 1),), "signature": bytes(64)}
+    committed = VERDICT.model_dump() | {"plan": plan.model_dump(), "digests": (bytes(32),)}
+    assert Verdict.model_validate(committed | {"makers": (maker,)}).makers[0] is not None
+    for makers in ((maker, maker), (maker | {"member": 2},)):
+        with pytest.raises(ValidationError, match="members of the plan"):
+            Verdict.model_validate(committed | {"makers": makers})
 
 
 @given(records(Verdict))
