@@ -9,7 +9,8 @@ from tests.attacks.test_invites import invite, shoal
 from tests.integration.harness import ROUNDS_S, SHOAL, START_S, Swarm, check_journal, check_parity, eventually, run_toml
 
 from shoal.swarm.coordinator.events import PeerBanned, VerdictGiven, WorkScored
-from shoal.swarm.coordinator.trust import EXPELLED_AFTER
+from shoal.swarm.coordinator.trust import DOUBTED_AFTER, EXPELLED_AFTER
+from shoal.swarm.protocol.work_scores import BAD
 
 pytestmark = pytest.mark.integration
 
@@ -19,8 +20,16 @@ SPARE_ROUNDS = 6
 chance."""
 
 
-def test_a_member_that_flips_the_sign_is_expelled(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(max_s=4.0) + "[audit]\nwork_share = 1.0\n")
+@pytest.mark.parametrize(
+    ("run", "found"),
+    [
+        (run_toml(max_s=4.0), "harms"),
+        (run_toml(algorithm="virtual_batch", tokens=6_400, max_s=60), "wrong gradient"),
+    ],
+    ids=["diloco", "virtual_batch"],
+)
+def test_a_member_that_flips_the_sign_is_expelled(swarm: Swarm, run: str, found: str) -> None:
+    host = swarm.host(run + "[audit]\nwork_share = 1.0\n")
     fair = swarm.members(host.invite, "a", "b", "c")
     flipper = swarm.member(host.invite, "flipper", FLIPPER)
     refused = swarm.member(host.invite, "self-made", SHOAL, extra=["--role", "validator"])
@@ -52,14 +61,15 @@ def test_a_member_that_flips_the_sign_is_expelled(swarm: Swarm) -> None:
     events = host.journal_events()
     scores = [one.signed.score for one in events if isinstance(one, WorkScored)]
     assert {one.by for one in events if isinstance(one, WorkScored)} == {validator.peer}
-    assert [one.finding for one in scores if one.peer == liar].count("harms") >= EXPELLED_AFTER
-    assert not [one for one in scores if one.peer in ids and one.finding != "helps"][:1], scores
+    assert [one.finding for one in scores if one.peer == liar].count(found) >= EXPELLED_AFTER
+    for peer in ids:
+        assert sum(one.finding in BAD for one in scores if one.peer == peer) < DOUBTED_AFTER, scores
     plans = [
         one.verdict.plan
         for one in events
         if isinstance(one, VerdictGiven) and one.verdict.committed and one.verdict.plan is not None
     ]
-    first = min(one.round for one in scores if one.peer == liar and one.finding == "harms")
+    first = min(one.round for one in scores if one.peer == liar and one.finding == found)
     attacked = [plan.round for plan in plans if liar in [one.peer for one in plan.members] and plan.round >= first]
     assert len(attacked) <= EXPELLED_AFTER + SPARE_ROUNDS
 
