@@ -11,9 +11,12 @@ import asyncio
 import hashlib
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -23,27 +26,37 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from tests.fakes.exchanges import make_sides
 from tests.fakes.memory_network import MemoryNetwork, Step, stalled
 from tests.fakes.outer_steps import stepped
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm
 from tests.fakes.virtual_clock import Stuck, run_virtual
 
 from shoal.compression.codec_map import CodecMap
-from shoal.compression.range_reader import whole_vector
+from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.range_reader import TensorReader, whole_vector
 from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.training.algorithms import local_work
 from shoal.peer.training.inner_loop import make_inner
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.allreduce import AllReduce
+from shoal.swarm.averaging.auditor import Auditor
 from shoal.swarm.averaging.averager import Averager
+from shoal.swarm.averaging.buffer_pool import BufferPool
+from shoal.swarm.averaging.chunk_judge import RunFacts, checked_contribution, judge, reduce_again
+from shoal.swarm.averaging.contribution import encode_leaves
+from shoal.swarm.averaging.inclusions import audits_a_round
 from shoal.swarm.averaging.outcome import Aborted, Committed, RoundOffer
 from shoal.swarm.averaging.reduction import ChunkCollector, ReducedChunk, Reduction
 from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.coordinator.round_plan import chunk_elements, split
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.protocol.evidence import evidence_id
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
-from shoal.swarm.protocol.rounds import RoundPlan, RunView
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, RunView
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.sample_ranges import count
 
 PEERS = 8
@@ -119,6 +132,7 @@ CONTRIBUTIONS: dict[str, Bring] = {
 }
 OWNERS = ("owner", "equivocation")
 """Kinds that are out when they own no part, though their work may still count."""
+_TIMES = 20
 KINDS = (*CONTRIBUTIONS, *OWNERS, "withhold", "accuse")
 
 
@@ -137,7 +151,8 @@ class LyingReduction(Reduction):
 class LyingOwner(Averager):
     def _all_reduce(self, store: ResultStore) -> AllReduce:
         exchange = super()._all_reduce(store)
-        exchange.as_owner = LyingReduction(exchange._context, store.group, store.put)
+        kept = exchange.as_owner.inclusions
+        exchange.as_owner = LyingReduction(exchange._context, store.group, store.put, inclusions=kept)
         return exchange
 
 
@@ -159,6 +174,7 @@ class Trainer(SimMember):
     recipe: Recipe
     kind = ""
     brought: Tensor | None = None
+    auditor: Auditor | None = None
 
     def begin_training(self, run: RunFile, recipe: Recipe, number: int, kind: str) -> None:
         self.run, self.recipe, self.kind = run, recipe, kind
@@ -172,7 +188,23 @@ class Trainer(SimMember):
     async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
         codec_map = CodecMap(self.client.run_file.format_map([("w", (self.elements,))]))
         made = {"owner": LyingOwner, "accuse": FalseAccuser}.get(self.kind, Averager)
-        return made(self.client, self.endpoint, codec_map, self.elements)
+        averager = made(self.client, self.endpoint, codec_map, self.elements)
+        if share := self.client.run_file.audit.share:
+            client, rng = self.client, Random(f"{self.run.run.seed} {self.peer}")
+            self.auditor = Auditor(self.endpoint, client.peer, share, client.deadlines, self._accuse, rng)
+            averager.on_commit = self.auditor.offer
+            tasks.create_task(self.auditor.run())
+        return averager
+
+    async def _accuse(self, evidence: bytes) -> None:
+        """Show evidence to the coordinator, which judges it as its service does."""
+        coordinator = self.swarm.coordinator
+        layout = (TensorSpec(name="w", shape=(self.elements,)),)
+        facts = RunFacts.of(self.client.run_file, coordinator.identity.public_key, layout)
+        found = judge(evidence, facts)
+        if found.word == "guilty":
+            admission = coordinator.machine.scope.admission
+            admission.expel(found.maker, evidence_id(evidence), self.peer, found.round)
 
     def train(self) -> Tensor:
         """A round's contribution, (n,) float32."""
@@ -221,13 +253,16 @@ class Trainer(SimMember):
 
 @dataclass
 class Watch:
-    """``losses``: held-out, by honest tokens in the anchor; ``plans``: of committed rounds; ``aborted``: rounds."""
+    """``losses``: held-out, by honest tokens in the anchor; ``plans``: of committed rounds; ``aborted``: rounds;
+    ``audit_bytes``: that honest members fetched for audits, of ``round_bytes`` in all."""
 
     losses: dict[int, float] = field(default_factory=dict)
     plans: list[RoundPlan] = field(default_factory=list)
     aborted: int = 0
     expelled: int = 0
     trouble: str = ""
+    audit_bytes: int = 0
+    round_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -237,6 +272,7 @@ class Case:
     attackers: int
     robust: str
     seed: int
+    share: float = 0.0
 
 
 def equivocating(holder: str) -> Callable[[Step, bytes], Any]:
@@ -257,6 +293,7 @@ async def simulate(case: Case, marks: Sequence[int]) -> tuple[Watch, list[str]]:
     recipe, watch, network = load_recipe(run), Watch(), MemoryNetwork(case.seed)
     elements, each = ParameterVector(recipe.build_model(case.seed)).elements, case.honest * SAMPLES
     toml = run_toml((case.honest + case.attackers) * SAMPLES, "int8", max_s=MAX_S, seed=case.seed, robust=case.robust)
+    toml += f"[audit]\nshare = {case.share}\n"
     numbers = iter(range(case.honest + case.attackers))
 
     class Made(Trainer):
@@ -274,9 +311,9 @@ async def simulate(case: Case, marks: Sequence[int]) -> tuple[Watch, list[str]]:
             if case.kind == "equivocation":
                 network.faults.append(equivocating(one.peer))
         attacks = [asyncio.create_task(one.attack()) for one in attackers]
+        names = {one.peer for one in honest}
         try:
             tokens, wanted = 0, [mark * each for mark in marks]
-            names = {one.peer for one in honest}
             contributions = [one.train() for one in honest]
             while tokens < wanted[-1]:
                 async with asyncio.TaskGroup() as tasks:
@@ -304,6 +341,9 @@ async def simulate(case: Case, marks: Sequence[int]) -> tuple[Watch, list[str]]:
         finally:
             known = made.coordinator.machine.scope.membership.members
             watch.expelled = sum(one.peer not in known or not known[one.peer].alive for one in honest)
+            auditors = [one.auditor for one in honest if one.auditor is not None]
+            watch.audit_bytes = sum(one.audited_bytes for one in auditors)
+            watch.round_bytes = sum(size for (_, to), size in network.moved_bytes.items() if to in names)
             for task in attacks:
                 task.cancel()
             await asyncio.gather(*attacks, return_exceptions=True)
@@ -335,30 +375,104 @@ def ratio_of(loss: float | None, clean: float | None) -> float:
 
 
 def rows_of(
-    kind: str, attackers: int, robust: str, seeds: int, marks: Sequence[int], clean: dict[tuple[int, str, int], Watch]
+    like: Case, seeds: int, marks: Sequence[int], clean: dict[tuple[int, str, float, int], Watch]
 ) -> dict[str, Any]:
     """One row: all seeds of one attack beside the same honest members alone."""
-    honest = PEERS if kind == "sybils" else PEERS - attackers
     ratios: dict[int, list[float]] = {mark: [] for mark in marks}
     outs: list[float | None] = []
-    expelled, troubles = 0, set[str]()
+    expelled, troubles, audited, carried = 0, set[str](), 0, 0
     for seed in range(1, seeds + 1):
-        if (honest, robust, seed) not in clean:
-            clean[honest, robust, seed], _ = run_case(Case("", honest, 0, robust, seed), marks)
-        beside = clean[honest, robust, seed]
-        watch, who = run_case(Case(kind, honest, attackers, robust, seed), marks)
+        known = like.honest, like.robust, like.share, seed
+        if known not in clean:
+            clean[known], _ = run_case(replace(like, kind="", attackers=0, seed=seed), marks)
+        beside = clean[known]
+        watch, who = run_case(replace(like, seed=seed), marks)
         for mark in marks:
-            tokens = mark * honest * SAMPLES
+            tokens = mark * like.honest * SAMPLES
             ratios[mark].append(ratio_of(watch.losses.get(tokens), beside.losses.get(tokens)))
-        outs.append(rounds_until_out(watch, who, kind))
+        outs.append(rounds_until_out(watch, who, like.kind))
         expelled += watch.expelled
+        audited, carried = audited + watch.audit_bytes, carried + watch.round_bytes
         troubles |= {watch.trouble, beside.trouble} - {""}
     stays = any(one is None for one in outs)
-    row: dict[str, Any] = {"attack": kind, "attackers": attackers, "robust": robust}
+    row: dict[str, Any] = {"attack": like.kind, "attackers": like.attackers, "robust": like.robust, "share": like.share}
     for mark in marks:
         row |= {f"loss at {mark}": median(ratios[mark]), f"worst at {mark}": max(ratios[mark])}
-    row |= {"out after": "stays" if stays else f"{max(one for one in outs if one is not None):.0f}"}
+    gone = [one for one in outs if one is not None]
+    row |= {"out after": "stays" if stays else f"{max(gone):.0f}", "median": median(gone) if gone else None}
+    row |= {"audit_bytes_share": audited / carried if carried else 0.0}
     return row | {"honest expelled": expelled, "trouble": "; ".join(sorted(troubles)) or "-"}
+
+
+# What audits cost and find ----------------------------------------------------------------------------------
+
+
+def chance(share: float, members: int, lies: int) -> float:
+    """Probability that a round in which ``lies`` chunks are wrong is found out: each of the others audits each of them
+    with probability ``2 * share / members``."""
+    return 1.0 - (1.0 - 2.0 * share / members) ** (lies * (members - 1))
+
+
+def drawn_chance(share: float, members: int, chunks: int, lies: int, rounds: int = 20_000) -> float:
+    """The same, drawn as auditors draw: so many of the chunks that others made."""
+    rng, found, own = Random(1), 0, chunks // members
+    wanted = audits_a_round(share, members, chunks)
+    for _ in range(rounds):
+        for _ in range(members - 1):
+            count = math.floor(wanted) + (rng.random() < wanted % 1.0)
+            if any(one < lies for one in rng.sample(range(chunks - own), count)):
+                found += 1
+                break
+    return found / rounds
+
+
+def audit_cost(share: float, members: int, elements: int) -> float:
+    """CPU time of a member's audits over that of its round: encoding its contribution, reducing its part with all
+    checks, decoding the mean. One thread, int8."""
+    audit_s, round_s, chunks = run_virtual(_costs(members, elements))
+    return audits_a_round(share, members, chunks) * audit_s / round_s
+
+
+async def _costs(members: int, elements: int) -> tuple[float, float, int]:
+    """Return the CPU time of an audit of one chunk and of a member's round, and the number of chunks."""
+    chunk = chunk_elements(elements, members)
+    peers = [letter * 16 for letter in "abcdefgh"[:members]]
+    plan = RoundPlan(
+        round=0,
+        anchor_version=0,
+        state_digest=bytes(32),
+        chunk_elements=chunk,
+        members=tuple(PlanMember(peer=peer, weight_tokens=1) for peer in peers),
+        parts=tuple(
+            Part(owner=owner, start=start, stop=stop)
+            for owner, start, stop in split(elements, [1 / members] * members, chunk)
+        ),
+    )
+    sides = make_sides(MemoryNetwork(), plan, "int8")
+    store = sides[0].store
+    grid, contributions = store.leaf_grid, [side.exchange._source._contribution for side in sides]
+    feedback = ErrorFeedback(elements)
+    feedback.begin(TensorReader(torch.randn(elements)))
+
+    def shown(index: int) -> dict[int, memoryview]:
+        bounds = store.bounds(index)
+        return {at: one.chunk(*bounds, BufferPool()) for at, one in enumerate(contributions) if one is not None}
+
+    def made(index: int, data: dict[int, memoryview]) -> memoryview:
+        packed = {at: checked_contribution(store, index, at, one) for at, one in data.items()}
+        return reduce_again(store, index, sorted(packed), packed)
+
+    own, data = store.chunks_of(store.plan.parts[0]), shown(0)
+    made(0, data)  # compiles
+    began_s = time.process_time()
+    for _ in range(_TIMES):
+        result = made(0, data)
+    audit_s = (time.process_time() - began_s) / _TIMES
+    began_s = time.process_time()
+    encode_leaves(feedback, grid, range(grid.leaves), BufferPool())
+    for index in range(store.chunks):
+        store.codec(index).decode(result[store.group.header_bytes :], store.bounds(0)[1])
+    return audit_s, time.process_time() - began_s + len(own) * audit_s, store.chunks
 
 
 def main() -> None:
@@ -368,23 +482,32 @@ def main() -> None:
     arguments.add_argument("--attackers", type=comma(int), default=[1, 2, 3], help="of 8; sybils are 20 beside 8")
     arguments.add_argument("--kinds", type=comma(str), default=list(KINDS), help=", ".join(KINDS))
     arguments.add_argument("--robust", type=comma(str), default=["norm"])
+    arguments.add_argument("--shares", type=comma(float), default=[0.02], help="[audit] share")
     arguments.add_argument("--clean-rounds", type=int, default=0, help="rounds without attackers, to count exclusions")
+    arguments.add_argument("--audits", action="store_true", help="what audits cost and find, for 8 members")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     marks = sorted({max(1, round(0.3 * options.rounds)), options.rounds})
-    clean: dict[tuple[int, str, int], Watch] = {}
+    clean: dict[tuple[int, str, float, int], Watch] = {}
     rows: list[dict[str, Any]] = []
-    for robust in options.robust:
+    for robust, share in product(options.robust, options.shares):
         for kind in options.kinds:
             for attackers in [SYBILS] if kind == "sybils" else options.attackers:
-                rows.append(rows_of(kind, attackers, robust, options.seeds, marks, clean))
+                honest = PEERS if kind == "sybils" else PEERS - attackers
+                rows.append(rows_of(Case(kind, honest, attackers, robust, 0, share), options.seeds, marks, clean))
                 console.print("  ".join(f"{name}: {value}" for name, value in rows[-1].items()), highlight=False)
     worst = [max(row[f"worst at {mark}"] for mark in marks) for row in rows if row["attackers"] == 2]
     ratios: dict[str, float | None] = {"worst_loss_2_of_8_vs_clean": max(worst, default=None), "honest_expelled": None}
     if options.clean_rounds:
-        watch, _ = run_case(Case("", PEERS, 0, options.robust[0], 1), [options.clean_rounds])
+        watch, _ = run_case(Case("", PEERS, 0, options.robust[0], 1, options.shares[0]), [options.clean_rounds])
         ratios["honest_expelled"] = None if watch.trouble and not watch.expelled else watch.expelled
         console.print(f"{len(watch.plans)} clean rounds {watch.trouble}", highlight=False)
+    if options.audits:
+        ratios["audit_cpu_share"] = audit_cost(options.shares[0], PEERS, 10**7)
+        for lies in (1, 8, 32):
+            formula, drawn = chance(options.shares[0], PEERS, lies), drawn_chance(options.shares[0], PEERS, 256, lies)
+            console.print(f"{lies} of 256 chunks wrong: found in a round with {formula:.3f}, drawn {drawn:.3f}")
+            ratios[f"found_{lies}_of_256"] = drawn
     publish(f"held-out loss / that of the honest alone, {options.seeds} seeds", rows, ratios, options.json)
 
 
