@@ -106,11 +106,12 @@ def audit_table(expelled: list[AccessRecord], found: list[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for name in ("when (UTC)", "expelled", "round", "shown by", "evidence"):
         table.add_column(name, no_wrap=True)
-    table.add_column("shows", overflow="fold")
+    if any(found):
+        table.add_column("shows", overflow="fold", min_width=6)
     for one, word in zip(expelled, found, strict=True):
-        evidence = one.evidence.hex()[:16] if one.evidence else ""
-        shows = Text(word, style="green" if word == "guilty" else "red")
-        table.add_row(when(one.at_s), one.peer, str(one.round), one.accuser, evidence, shows)
+        evidence = one.evidence.hex()[:12] if one.evidence else ""
+        shows = [Text(word, style="green" if word == "guilty" else "red")] if any(found) else []
+        table.add_row(when(one.at_s)[5:], one.peer, str(one.round), one.accuser, evidence, *shows)
     return table
 
 

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def said(folder: Path, *, check: bool) -> str:
-    out = Console(file=io.StringIO(), width=160)
+    out = Console(file=io.StringIO(), width=80)
     try:
         show_audits(str(folder), folder / "no keys", out, check=check, as_json=False)
     finally:
@@ -47,7 +47,7 @@ def test_an_expulsion_is_listed_with_its_evidence(folder: Path) -> None:
     text = said(folder, check=False)
     assert LIAR in text
     assert entry(1).peer in text
-    assert evidence_id(GUILTY).hex()[:16] in text
+    assert evidence_id(GUILTY).hex()[:12] in text
     assert "1 expulsions; all hashes, links and signatures are right" in text
     assert "guilty" in said(folder, check=True)
 
@@ -73,7 +73,7 @@ def test_evidence_that_is_not_there_is_an_error_of_its_own(folder: Path, data: b
     with pytest.raises(WrongEvidence, match="1 of 1 expulsions are not proven") as error:
         said(folder, check=True)
     assert error.value.exit_code == 57
-    out = Console(file=io.StringIO(), width=160)
+    out = Console(file=io.StringIO(), width=80)
     with pytest.raises(WrongEvidence):
         show_audits(str(folder), folder / "no keys", out, check=True, as_json=False)
     assert says in out.file.getvalue()  # type: ignore[attr-defined]
