@@ -59,8 +59,8 @@ def make_sides(
     elements, sides = plan.parts[-1].stop, []
     draws = [torch.Generator().manual_seed(100 * plan.round + index) for index in range(len(plan.members))]
     contributions = [torch.randn(elements, generator=draw) * scale for draw in draws]
-    for member, brought in (brought_by or {}).items():
-        contributions[member] = brought
+    for number, brought in (brought_by or {}).items():
+        contributions[number] = brought
     feedbacks = feedbacks or [ErrorFeedback(elements) for _ in contributions]
     for feedback, brought in zip(feedbacks, contributions, strict=True):
         feedback.begin(TensorReader(brought.clone()))
