@@ -96,7 +96,7 @@ def test_defaults_of_every_section() -> None:
             "robust": "norm",
             "overlap": False,
         },
-        "audit": {"share": 0.02},
+        "audit": {"share": 0.02, "work_share": 0.02},
         "inner": {
             "optimizer": "adamw",
             "lr": 4e-4,
