@@ -447,3 +447,52 @@ def test_a_gradient_that_reaches_nothing_is_zeros() -> None:
     done = compute.backward(key, torch.ones(2, 3), {1})
     assert torch.equal(done.input_gradient, torch.zeros(2, 3))  # type: ignore[arg-type]
     assert torch.equal(whole_vector(work.contribution(torch.zeros(5))), torch.tensor([2.0, 2, 2, 0, 0]))
+
+
+# What another replica has computed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("span", [(1, 1), (1, 2), (2, 2)])
+def test_repeating_gives_the_same_bits_and_counts_nothing(span: tuple[int, int]) -> None:
+    recipe = gpt()
+    batch = batch_of(recipe.training_data(), 0, 2)
+    key, given = Key(0, 0, 2), torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2))
+    compute, other = (Line(recipe, CUT, [span]).computes[0] for _ in range(2))
+    output = compute.forward(key, given)
+    received = recipe.targets_of(batch) if output is None else torch.ones_like(output)
+    gradient = compute.backward(key, received, range(span[0], span[1] + 1)).input_gradient
+    repeated, back = other.repeat(key, given, received)
+    assert back is not None
+    assert torch.equal(back, gradient)  # type: ignore[arg-type]
+    assert output is None or torch.equal(repeated, output)
+    assert other.in_flight == 0
+    forward, nothing = other.repeat(key, given, None)
+    assert nothing is None
+    assert output is None or torch.equal(forward, output)
+
+
+def test_repeating_draws_the_same_and_leaves_buffers_alone() -> None:
+    torch.manual_seed(5)
+    layered = layered_from_sequential(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 3)))
+    model = layered.build(0, 2)
+    work = AccumulatedGradient(ParameterVector(model))
+    stage, settings = HeldStage(1, 1, model, work), ComputeSettings(CPU, seed=9)
+    key, given = Key(0, 0, 4), torch.arange(12.0).view(4, 3)
+    before = [one.clone() for one in model.buffers()]
+    first, back = StageCompute([stage], settings, None).repeat(key, given, torch.ones(4, 3))
+    assert all(torch.equal(one, other) for one, other in zip(before, model.buffers(), strict=True))
+    compute = StageCompute([stage], settings, None)
+    assert torch.equal(first, compute.forward(key, given))  # type: ignore[arg-type]
+    assert any(not torch.equal(one, other) for one, other in zip(before, model.buffers(), strict=True))
+    gradient = compute.backward(key, torch.ones(4, 3), {1}).input_gradient
+    assert torch.equal(back, gradient)  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_is_the_askers_fault() -> None:
+    compute = middle(gpt(), input_shape=(16, 32))
+    for given, received in (
+        (torch.zeros(2, 16, 31), torch.zeros(2, 16, 32)),
+        (torch.zeros(2, 16, 32), torch.zeros(2, 16, 31)),
+    ):
+        with pytest.raises(WireError):
+            compute.repeat(Key(0, 0, 2), given, received)
