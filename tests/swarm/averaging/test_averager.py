@@ -222,7 +222,7 @@ def test_of_the_two_faces_of_an_owner_the_one_that_most_saw_counts() -> None:
             outcomes = await together(*play_all(run, 0))
             assert all(isinstance(one, Committed) for one in outcomes)
             members = run.coordinator.machine.scope.membership.members
-            assert [member.peer for member in run.members if not members[member.peer].can_own] == [run[1].peer]
+            assert all(members[member.peer].can_own for member in run.members), "two of its four witnesses are not most"
             close(-run[0].anchor, weighted([contribution(index) for index in range(5)], [1] * 5))
             assert in_step(*run.members)
 
