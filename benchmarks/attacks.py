@@ -192,9 +192,14 @@ class Trainer(SimMember):
         if share := self.client.run_file.audit.share:
             client, rng = self.client, Random(f"{self.run.run.seed} {self.peer}")
             self.auditor = Auditor(self.endpoint, client.peer, share, client.deadlines, self._accuse, rng)
-            averager.on_commit = self.auditor.offer
-            tasks.create_task(self.auditor.run())
+            averager.auditor = self.auditor
         return averager
+
+    async def _live(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(super()._live())
+            if self.auditor is not None:
+                tasks.create_task(self.auditor.run())
 
     async def _accuse(self, evidence: bytes) -> None:
         """Show evidence to the coordinator, which judges it as its service does."""

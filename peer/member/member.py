@@ -458,7 +458,7 @@ class LocalMember:
         if share := self.client.run_file.audit.share:
             client, rng = self.client, secrets.SystemRandom()
             auditor = Auditor(self.endpoint, client.peer, share, client.deadlines, client.show_evidence, rng)
-            self._averager.on_commit = auditor.offer
+            self._averager.auditor = auditor
             self._background.append(self._tasks.create_task(auditor.run()))
         self._background.append(self._tasks.create_task(self._averager.prefetch_manager.run()))
 

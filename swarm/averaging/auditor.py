@@ -20,7 +20,7 @@ from shoal.swarm.averaging.chunk_judge import checked_contribution, make_evidenc
 from shoal.swarm.averaging.inclusions import audits_a_round
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, Busy, ShoalError, WireError
+from shoal.swarm.errors import BlobUnavailable, Busy, MemberGone, ShoalError, WireError
 from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.types import Blob
@@ -29,6 +29,10 @@ from shoal.swarm.transport.node import Endpoint
 log = logging.getLogger(__name__)
 
 _TRIES = 5
+
+_UNSIGNED_ROUNDS, _UNSHOWN_ROUNDS = 2, 8
+"""Rounds in whose reports an owner is accused that has not signed its part, or did not show what it included. Members
+find the former together, the latter one after the other."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,18 @@ def auditable(store: ResultStore, verdict: Verdict, me: str) -> Iterator[ChosenC
                 yield ChosenChunk(number, chunk, made.member)
 
 
+def unsigned_owners(store: ResultStore, verdict: Verdict) -> Iterator[str]:
+    """Yield the owners of committed parts that nobody has signed for, or that they have signed for in part only.
+
+    An owner that is gone may have had no time for that; one that stays lies, or it would sign."""
+    makers = [*verdict.makers, *[None] * (len(verdict.digests) - len(verdict.makers))]
+    for part, digest, made in zip(store.plan.parts, verdict.digests, makers, strict=True):
+        chunks, signed = store.chunks_of(part), made.chunks if made is not None else ()
+        is_whole = signed[:1] == ((chunks.start, chunks.stop),)
+        if digest is not None and (made is None or (made.member == part.owner and not is_whole)):
+            yield store.plan.members[part.owner].peer
+
+
 def choose(store: ResultStore, verdict: Verdict, me: str, share: float, rng: random.Random) -> list[ChosenChunk]:
     """Draw the chunks that member ``me`` checks of a committed round, so many that on average they take ``share``."""
     found = list(auditable(store, verdict, me))
@@ -83,13 +99,28 @@ class Auditor:
         self.audited = self.audited_bytes = 0
         self._endpoint, self._me, self._share, self._rng = endpoint, me, share, rng
         self._deadlines, self._accuse = deadlines, accuse
+        self._owing: dict[str, int] = {}
+        """By member that owes something, the last round in whose report it is accused."""
         self._offered: tuple[ResultStore, Verdict] | None = None
         self._news = asyncio.Event()
 
     def offer(self, store: ResultStore, verdict: Verdict) -> None:
         """Offer the results of the newest committed round; of earlier ones nothing more is checked."""
+        for owner in unsigned_owners(store, verdict):
+            self._owe(owner, verdict.round + _UNSIGNED_ROUNDS)
         self._offered = store, verdict
         self._news.set()
+
+    def accused(self, round_number: int) -> set[str]:
+        """Return the members to accuse in the report of a round, as they owe a signature or what they included.
+
+        That proves nothing, so it excludes nobody: an owner that members with more than half of the credit accuse
+        owns nothing for a while."""
+        return {peer for peer, until in self._owing.items() if round_number <= until}
+
+    def _owe(self, peer: str, until: int) -> None:
+        if peer != self._me:
+            self._owing[peer] = max(until, self._owing.get(peer, 0))
 
     async def run(self) -> None:
         """Check chunks of each offered round, for ever."""
@@ -110,8 +141,11 @@ class Auditor:
         for one in chosen:
             try:
                 await self._audit(store, verdict, one, results[one.part])
+            except MemberGone as error:
+                log.info("round %d: no audit of chunk %d: %s", verdict.round, one.chunk, error)
             except ShoalError as error:
                 maker = store.plan.members[one.maker].peer
+                self._owe(maker, verdict.round + _UNSHOWN_ROUNDS)
                 log.warning("round %d: no audit of chunk %d of %s: %s", verdict.round, one.chunk, maker, error)
 
     async def _audit(self, store: ResultStore, verdict: Verdict, one: ChosenChunk, results: list[memoryview]) -> None:

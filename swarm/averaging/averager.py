@@ -16,6 +16,7 @@ from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.allreduce import AllReduce
+from shoal.swarm.averaging.auditor import Auditor
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.committed_contribution import CommittedContribution
 from shoal.swarm.averaging.contribution import EncodedContribution, encode
@@ -68,8 +69,8 @@ class Averager:
         self._inclusions: dict[int, Inclusions] = {}
         self.inclusions_folder: Path | None = None
         """For files of contributions: those that our means include, and our own for validators."""
-        self.on_commit: Callable[[ResultStore, Verdict], object] = lambda store, verdict: None
-        """Called with the results of each committed round that this member was in, for audits."""
+        self.auditor: Auditor | None = None
+        """Gets the results of each committed round; whoever it accuses is named in our reports."""
         self._exchange: AllReduce | None = None
         self.prefetch_manager = PrefetchManager(client, endpoint, codec_map, self._buffers)
         """Its ``run`` is a task beside everything else: it begins exchanges before ``average`` is called."""
@@ -220,7 +221,11 @@ class Averager:
             if not running.done():
                 running.cancel()
                 return None
-        report = await in_thread(running.result().report, store, exchange.deliveries())
+        result = running.result()
+        if self.auditor is not None:
+            accused = self.auditor.accused(plan.round)
+            result.failed |= {index for index, one in enumerate(plan.members) if one.peer in accused}
+        report = await in_thread(result.report, store, exchange.deliveries())
         return await in_thread(self._signed, report, exchange)
 
     def _signed(self, report: PeerToCoordinatorRoundReport, exchange: AllReduce) -> PeerToCoordinatorRoundReport:
@@ -306,7 +311,8 @@ class Averager:
         await in_thread(end, offer, exchange, self._joins)
         self.round_feedback.measure()
         self._show_inclusions(offer.round)
-        self.on_commit(self._stores[offer.round], verdict)
+        if self.auditor is not None:
+            self.auditor.offer(self._stores[offer.round], verdict)
         await self._keep_contribution(offer.round, is_in_mean=planned)
         return Committed(mean, verdict, included=planned)
 

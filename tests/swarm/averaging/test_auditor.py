@@ -8,14 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.fakes.audits import MEMBERS, AuditedRound, committed_round, facts
 from tests.fakes.memory_network import Step
+from tests.fakes.swarm import SimMember, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.swarm.averaging import inclusions
-from shoal.swarm.averaging.auditor import Auditor, ChosenChunk, choose
+from shoal.swarm.averaging.auditor import Auditor, ChosenChunk, choose, unsigned_owners
+from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.chunk_judge import judge
 from shoal.swarm.averaging.inclusions import Inclusions, audits_a_round
+from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, Busy
 from shoal.swarm.protocol.evidence import unpack_evidence
@@ -125,6 +129,74 @@ def test_an_owner_that_shows_something_else_is_not_accused(fault: Callable[[byte
         done.network.faults.append(changed)
         auditor, accused = await audited(done)
         assert (auditor.audited, accused) == (0, [])
+        assert auditor.accused(3 + 8)
+        assert auditor.accused(3 + 8) <= {MEMBERS[1].peer_id, MEMBERS[2].peer_id}
+        assert auditor.accused(3 + 9) == set()
+
+    run_virtual(main())
+
+
+def test_an_owner_that_signs_nothing_or_a_part_of_its_part_is_accused() -> None:
+    async def main() -> None:
+        done = await committed_round(made={1: ((2, 3),)})
+        auditor, accused = await audited(done)
+        assert accused == []
+        assert auditor.accused(3 + 2) == {MEMBERS[1].peer_id}
+        assert auditor.accused(3 + 3) == set()
+        honest = await committed_round()
+        makers = (*honest.verdict.makers[:2], None)
+        verdict = honest.verdict.model_copy(update={"makers": makers})
+        assert list(unsigned_owners(honest.sides[ME].store, verdict)) == [MEMBERS[2].peer_id]
+        verdict = honest.verdict.model_copy(update={"makers": ()})
+        assert len(list(unsigned_owners(honest.sides[ME].store, verdict))) == 3
+        void = verdict.model_copy(update={"digests": (None, None, None)})
+        assert list(unsigned_owners(honest.sides[ME].store, void)) == []
+
+    run_virtual(main())
+
+
+class Audited(SimMember):
+    """A member that audits as much as it can."""
+
+    async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
+        averager = await super()._make_averager(tasks)
+
+        async def accuse(evidence: bytes) -> None:
+            raise AssertionError("nobody lies here")
+
+        rng, deadlines = random.Random(self.peer), self.client.deadlines
+        averager.auditor = Auditor(self.endpoint, self.client.peer, 1.0, deadlines, accuse, rng)
+        return averager
+
+    async def _live(self) -> None:
+        assert self.averager.auditor is not None
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(super()._live())
+            tasks.create_task(self.averager.auditor.run())
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_who_shows_nothing_owns_nothing_for_a_while(shows: bool) -> None:
+    async def main() -> None:
+        toml = run_toml(30, "int8") + "[audit]\nshare = 1.0\n"
+        async with swarm(3, toml, 6 * 4096, make=Audited) as run:
+            hiding = run[0]
+
+            async def hide(step: Step, payload: bytes) -> bytes:
+                return b"" if step.blob.kind == "included" and step.holder == hiding.peer and not shows else payload
+
+            run.network.faults.append(hide)
+            owned: list[bool] = []
+            for number in range(6):
+                plays = [one.play(torch.ones(6 * 4096) * number, 10) for one in run.members]
+                assert all(isinstance(one, Committed) for one in await together(*plays))
+                verdict = run[1].view.verdict
+                assert verdict is not None
+                assert verdict.plan is not None
+                owned.append(0 in {part.owner for part in verdict.plan.parts})
+                await asyncio.sleep(5.0)
+            assert owned[0]
+            assert all(owned) == shows
 
     run_virtual(main())
 
