@@ -259,7 +259,7 @@ class Trainer(SimMember):
 @dataclass
 class Watch:
     """``losses``: held-out, by honest tokens in the anchor; ``plans``: of committed rounds; ``aborted``: rounds;
-    ``audit_bytes``: that honest members fetched for audits, of ``round_bytes`` in all."""
+    ``audit_bytes``: that honest members fetched for audits, beside the ``round_bytes`` of their rounds."""
 
     losses: dict[int, float] = field(default_factory=dict)
     plans: list[RoundPlan] = field(default_factory=list)
@@ -348,7 +348,8 @@ async def simulate(case: Case, marks: Sequence[int]) -> tuple[Watch, list[str]]:
             watch.expelled = sum(one.peer not in known or not known[one.peer].alive for one in honest)
             auditors = [one.auditor for one in honest if one.auditor is not None]
             watch.audit_bytes = sum(one.audited_bytes for one in auditors)
-            watch.round_bytes = sum(size for (_, to), size in network.moved_bytes.items() if to in names)
+            received = sum(size for (_, to), size in network.moved_bytes.items() if to in names)
+            watch.round_bytes = received - watch.audit_bytes
             for task in attacks:
                 task.cancel()
             await asyncio.gather(*attacks, return_exceptions=True)
