@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.peer.training.data import Dataset, take_batch
 from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 from shoal.swarm.protocol.work_scores import Finding, Gain
 
 Indices = NDArray[np.int64]
@@ -36,7 +37,8 @@ _EMPTY = 1e-3
 """Share of the usual norm below which a contribution is no work: one of a twentieth of the work has far more."""
 
 _SAME = 0.98
-"""Cosine from which two contributions are one: that of honest members' is below, see ``docs/decisions``."""
+"""Cosine from which a contribution is one of an earlier round. Those of one round may be as alike, where members do
+much work of the same kind."""
 
 _SKETCH = 2**12
 """Values of a sketch, from which cosines are known to within about 0.016."""
@@ -112,6 +114,11 @@ def effect_of(on_random: Gain, on_leased: Gain) -> Finding:
     return "unclear" if on_leased.mean > 0 else "harms"
 
 
+def same_bytes_as(planned: PlanMember, plan: RoundPlan) -> str:
+    """Return which other member of a round has committed to the very same contribution, empty for none."""
+    return next((one.peer for one in plan.members if one.peer != planned.peer and one.root == planned.root), "")
+
+
 def is_empty(norm: float, others: Sequence[float]) -> bool:
     """Whether a contribution of this norm is next to nothing beside those that others claim."""
     return not norm or (bool(others) and norm < _EMPTY * float(np.median(others)))
@@ -134,10 +141,13 @@ class Sketches:
     _kept: deque[_Sketch] = field(default_factory=lambda: deque(maxlen=_SKETCHES))
 
     def copied_from(self, round_number: int, peer: str, contribution: Tensor) -> str:
-        """Return which other member had the same contribution in this round or an earlier one, empty for none; and
-        remember it. ``contribution``: (n,) float32."""
+        """Return which other member had the same contribution in an earlier round, empty for none; and remember it.
+
+        ``contribution``: (n,) float32. Nobody can copy within a round, as all roots are known before anything is sent.
+        """
         values = self._sketch(contribution)
-        found = next((one.peer for one in self._kept if one.peer != peer and _cosine(one.values, values) > _SAME), "")
+        others = (one for one in self._kept if one.peer != peer and one.round < round_number)
+        found = next((one.peer for one in others if _cosine(one.values, values) > _SAME), "")
         self._kept.append(_Sketch(round_number, peer, values))
         return found
 

@@ -34,6 +34,7 @@ from shoal.peer.validation.scoring import (
     draw,
     effect_of,
     is_empty,
+    same_bytes_as,
     tolerance,
 )
 from shoal.swarm.averaging.leaf_grid import LeafGrid
@@ -187,9 +188,10 @@ class Validator:
             return bare.model_copy(update={"finding": "empty"})
         leased = np.concatenate([self._order.indices(start, stop) for start, stop in from_wire(work.ranges)])
         share = planned.weight_tokens / sum(one.weight_tokens for one in plan.members)
-        if self._run.algorithm == "virtual_batch":
+        twin = same_bytes_as(planned, plan)
+        if self._run.algorithm == "virtual_batch" and not twin:
             return self._score_gradient(bare, work, anchor, contribution, leased, share)
-        copied = self._sketches.copied_from(verdict.round, planned.peer, contribution)
+        copied = twin or self._sketches.copied_from(verdict.round, planned.peer, contribution)
         step = contribution * (planned.factor * share * self._outer_lr)
         seed = secrets.randbits(62)
         on_random = self._meter.gain(anchor, step, random_samples(seed, self._data_length, leased))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from tests.swarm.averaging.test_allreduce import make_plan
 from torch import Tensor
 
 from shoal.peer.recipes.gpt import GptRecipe
@@ -24,9 +25,10 @@ from shoal.peer.validation.scoring import (
     effect_of,
     gain_of,
     is_empty,
+    same_bytes_as,
     tolerance,
 )
-from shoal.peer.validation.validator import random_samples
+from shoal.peer.validation.validator import FollowedAnchors, random_samples
 from shoal.swarm.coordinator.events import WorkStanding
 from shoal.swarm.coordinator.trust import is_expelled, work_after
 from shoal.swarm.protocol.run_file import DataSection, InnerSection
@@ -187,13 +189,37 @@ def test_copies_are_found_and_honest_ones_are_not(recipe: GptRecipe) -> None:
     sketches = Sketches(seed=7)
     assert [sketches.copied_from(0, str(member), one) for member, one in enumerate(made)] == [""] * 4
     noise = torch.randn(len(made[0])) * float(made[0].norm()) / len(made[0]) ** 0.5
-    assert sketches.copied_from(0, "x", made[1]) == "1"
+    assert sketches.copied_from(0, "x", made[1]) == ""  # nobody can have seen it: as alike by chance
+    assert sketches.copied_from(1, "x", made[1]) == "1"
     assert sketches.copied_from(1, "y", 3.0 * made[2] + 0.1 * noise) == "2"
     assert sketches.copied_from(1, "0", made[0]) == ""  # its own
     assert sketches.copied_from(1, "z", -made[0]) == ""
     training.apply(made)
     again = training.contributions()
     assert [sketches.copied_from(2, str(member), one) for member, one in enumerate(again)] == [""] * 4
+
+
+def test_two_members_with_the_same_bytes_in_one_round() -> None:
+    plan = make_plan([1, 1, 1])
+    one, two, three = plan.members
+    alike = plan.model_copy(update={"members": (one, two.model_copy(update={"root": b"r" * 32}), three)})
+    assert same_bytes_as(alike.members[0], alike) == three.peer
+    assert same_bytes_as(alike.members[1], alike) == ""
+
+
+def test_a_follower_keeps_the_anchor_before() -> None:
+    follower = FollowedAnchors(ParameterVector(torch.nn.Linear(2, 2)))
+    state = torch.zeros(6)
+    follower.restart_from(state)
+    assert follower.before is None
+    for version in range(1, 4):
+        state += 1  # the state is stepped in place
+        follower.continue_from(state)
+        assert follower.before is not None
+        assert follower.before.equal(torch.full((6,), version - 1.0))
+    assert not follower.contribution(state).elements - 6
+    follower.restart_from(state)
+    assert follower.before is None
 
 
 def test_a_gradient_is_computed_again(recipe: GptRecipe) -> None:

@@ -787,10 +787,12 @@ def test_the_last_committed_results_are_kept_and_none_of_aborted_rounds() -> Non
                 for one in run.members:
                     kept = number if number != 3 else 2
                     blobs = {(blob.kind, blob.number) for blob in one.endpoint.blobs}
-                    shown = {blob for blob in blobs if blob[0] == "included"}
-                    assert blobs - shown == {("result", kept), ("held", kept)}
-                    assert shown <= {("included", one) for one in (kept, kept - 1, kept - 2) if one != 3}
-                    assert len(shown) <= 2
+                    for kind in ("included", "committed"):
+                        shown = {blob for blob in blobs if blob[0] == kind}
+                        assert shown <= {(kind, one) for one in (kept, kept - 1, kept - 2) if one != 3}
+                        assert len(shown) <= 2
+                        blobs -= shown
+                    assert blobs == {("result", kept), ("held", kept)}
                     assert one.averager.chunks_moved > moved
                 moved = max(one.averager.chunks_moved for one in run.members)
             assert in_step(*run.members)
