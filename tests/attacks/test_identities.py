@@ -43,7 +43,7 @@ def test_twenty_idle_identities_own_and_decide_nothing(swarm: Swarm) -> None:
         "most of them have been in eight rounds", lambda: len(proven()) >= IDENTITIES // 2, 3 * ROUNDS_S, host.tail
     )
     before = len(done())
-    eventually("some rounds more", lambda: len(done()) >= before + AFTER, ROUNDS_S, host.tail)
+    eventually("some rounds more", lambda: len(done()) >= before + AFTER, 3 * ROUNDS_S, host.tail)
     rounds = done()[before:]
     plans = [one.plan for one in rounds if one.plan is not None]
     owners = {plan.members[part.owner].peer for plan in plans for part in plan.parts}
