@@ -10,7 +10,8 @@ from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.compression.formats import CODEC_NAMES
-from shoal.swarm.averaging.chunk_judge import RunFacts, judge
+from shoal.swarm.averaging.chunk_judge import _LEEWAY, RunFacts, judge
+from shoal.swarm.averaging.reduction import PartReducer
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.evidence import Evidence, ShownContribution, evidence_id, pack_evidence, unpack_evidence
 from shoal.swarm.protocol.identity import Identity
@@ -47,6 +48,21 @@ def test_a_made_up_mean_is_proven() -> None:
     plan = WRONG.verdict.plan
     assert plan is not None
     assert (found.word, found.maker) == ("guilty", plan.members[1].peer)
+
+
+@pytest.mark.parametrize(("above", "word"), [(1.0, "innocent"), (1.0 + 2.0**-20, "innocent"), (1.01, "guilty")])
+def test_a_contribution_above_its_claim_may_not_be_in_a_mean(
+    above: float, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the last bits, in which sums of squares differ between machines."""
+    evidence, real = RIGHT, PartReducer._is_claimed
+
+    def is_claimed(self: PartReducer, member: int, square: float, bounds: tuple[int, int]) -> bool:
+        largest = self._norm_bounds.contribution(member, *bounds) / _LEEWAY
+        return real(self, member, largest * above, bounds)
+
+    monkeypatch.setattr(PartReducer, "_is_claimed", is_claimed)
+    assert judge(pack_evidence(evidence), FACTS).word == word
 
 
 def test_a_stand_in_does_not_answer_for_chunks_that_it_adopted() -> None:
