@@ -58,4 +58,4 @@ def test_a_lying_stage_is_found_out_and_left_out(swarm: Swarm, lie: str) -> None
     assert {one.peer for one in taken(host)} == {liar.peer}, "nobody else loses any"
     found = losses(host)
     assert len(found) == ROUNDS
-    assert found[-1] < found[0] - 0.3, found
+    assert sum(found[-4:]) / 4 < found[0] - 2.2, found  # 3.0 after 5.9; with "wrong" and no checks 3.9
