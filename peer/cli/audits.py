@@ -95,7 +95,7 @@ class EvidenceFolder:
         model = self._models.get(0 if stage is None else stage + 1)
         if model is None:
             return "void: the run has no such model"
-        found = judge(data, RunFacts.of(self._run, self._host_key, model.layout))
+        found = judge(data, RunFacts.of(self._run, self._host_key, model.layout, stage))
         if found.word == "guilty" and (found.maker, found.round) != (record.peer, record.round):
             return f"void: it is about {found.maker} in round {found.round}"
         return found.word if found.word == "guilty" else f"{found.word}: {found.reason}"

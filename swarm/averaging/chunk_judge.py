@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.compression.codec_map import CodecMap
+from shoal.compression.norms import RELATIVE_ERROR
+from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.merkle import MerkleTree, is_of
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.reduction import PartReducer, ReducedChunk
@@ -23,24 +25,27 @@ from shoal.swarm.protocol.statements import PartStatement, has_signed
 from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
-_LEEWAY = 1.0 + 2.0**-10
-"""Factor on claimed squares. Sums of squares may differ in their last bits from machine to machine, so a chunk at the
-edge of its claim may have been within it for its owner; so little above it does no harm."""
+_LEEWAY = 1.0 + 4.0 * RELATIVE_ERROR
+"""Factor on claimed squares. Machines measure a square with an error of up to ``RELATIVE_ERROR`` each, up or down, so a
+chunk at the edge of its claim may have been within it for its owner; so little above it does no harm."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a judge knows of a run from its run file, the model's layout and the host's key."""
+    """What a judge knows of a run from its run file, the model's layout and the host's key.
+
+    ``stage``: the one whose model this is, None without stages. Stages of one size may have other codecs."""
 
     run_hash: bytes
     host_key: bytes
     elements: int
     codec_map: CodecMap
+    stage: int | None = None
 
     @classmethod
-    def of(cls, run: RunFile, host_key: bytes, layout: Sequence[TensorSpec]) -> RunFacts:
+    def of(cls, run: RunFile, host_key: bytes, layout: Sequence[TensorSpec], stage: int | None = None) -> RunFacts:
         codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in layout]))
-        return cls(run.hash, host_key, sum(spec.elements for spec in layout), codec_map)
+        return cls(run.hash, host_key, sum(spec.elements for spec in layout), codec_map, stage)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ def judge(data: bytes, facts: RunFacts) -> Judgement:
         }
     except WireError as error:
         return Judgement("void", str(error))
-    if reduce_again(store, evidence.chunk, included, packed) == evidence.result:
+    again = reduce_again(store, evidence.chunk, included, packed)
+    if same_bytes(again, memoryview(evidence.result)):
         return Judgement("innocent", f"chunk {evidence.chunk} is the mean of what it includes", maker, plan.round)
     return Judgement("guilty", f"chunk {evidence.chunk} is not the mean of what it says it includes", maker, plan.round)
 
@@ -78,8 +84,8 @@ def _committed(evidence: Evidence, facts: RunFacts) -> tuple[RoundPlan, Part]:
     verdict = evidence.verdict
     check_verdict(verdict, facts.host_key)
     plan = verdict.plan
-    if verdict.run_hash != facts.run_hash or plan is None or not verdict.committed:
-        raise WireError("the verdict is not of a committed round of this run")
+    if (verdict.run_hash, verdict.stage) != (facts.run_hash, facts.stage) or plan is None or not verdict.committed:
+        raise WireError("the verdict is not of a committed round of this run and stage")
     if plan.parts[-1].stop != facts.elements or len(verdict.digests) != len(plan.parts):
         raise WireError("the plan is not of the run's model")
     if evidence.part >= len(plan.parts) or verdict.digests[evidence.part] is None:

@@ -20,6 +20,9 @@ _MAX_BYTES = 2 * MAX_EVIDENCE_BYTES
 _BARRED_S, _MAX_DOUBLINGS = 600.0, 10
 """For how long a member is not heard after its first evidence that proves nothing, and how often that doubles."""
 
+_SLOWEST_BYTES_S = 2**16
+"""Rate below which incomplete evidence is stale, or single bytes now and then would hold all the memory."""
+
 _MAX_JUDGED = 256
 
 Word = Literal["guilty", "innocent", "void"]
@@ -29,6 +32,7 @@ Word = Literal["guilty", "innocent", "void"]
 class _Incomplete:
     id: bytes
     size_bytes: int
+    began_s: float
     at_s: float
     data: bytearray = field(default_factory=bytearray)
 
@@ -37,7 +41,8 @@ class EvidenceIntake:
     """Evidence on its way, by member: one each."""
 
     def __init__(self, stale_s: float) -> None:
-        """``stale_s``: incomplete evidence without a new piece for so long is dropped where memory is needed."""
+        """``stale_s``: incomplete evidence without a new piece for so long, or that came too slowly since then, is
+        dropped where memory is needed."""
         self._stale_s = stale_s
         self._coming: dict[str, _Incomplete] = {}
         self._judged: dict[bytes, Word] = {}
@@ -45,7 +50,7 @@ class EvidenceIntake:
         """By member, until when it is not heard, and how often that was so."""
 
     def judged(self, evidence: bytes) -> Word | None:
-        """Return how recent evidence was judged: its last piece may be sent twice."""
+        """Return what recent evidence has shown: its last piece may be sent twice."""
         return self._judged.get(evidence)
 
     def add(self, peer: str, piece: PeerToCoordinatorShowEvidence, now_s: float) -> bytes | None:
@@ -55,7 +60,7 @@ class EvidenceIntake:
             raise TryLater(f"this peer's evidence proved nothing: show other evidence in {until_s - now_s:.0f} s")
         one = self._coming.get(peer)
         if piece.start == 0 and (one is None or one.id != piece.evidence):
-            one = self._coming[peer] = _Incomplete(piece.evidence, piece.size_bytes, now_s)
+            one = self._coming[peer] = _Incomplete(piece.evidence, piece.size_bytes, now_s, now_s)
         if one is None or (piece.evidence, piece.size_bytes) != (one.id, one.size_bytes) or piece.start > len(one.data):
             raise WireError("a piece of evidence without those before it")
         if piece.start + len(piece.data) > one.size_bytes:
@@ -70,15 +75,20 @@ class EvidenceIntake:
         return bytes(one.data)
 
     def _make_room(self, peer: str, size_bytes: int, now_s: float) -> None:
-        stale = [other for other, one in self._coming.items() if other != peer and now_s - one.at_s > self._stale_s]
-        for other in stale:
-            del self._coming[other]
+        for other, one in list(self._coming.items()):
+            fresh_s = min(one.at_s, one.began_s + len(one.data) / _SLOWEST_BYTES_S)
+            if other != peer and now_s - fresh_s > self._stale_s:
+                del self._coming[other]
         if sum(len(one.data) for one in self._coming.values()) + size_bytes > _MAX_BYTES:
             raise TryLater("other evidence is being shown: try again in a minute")
 
     def conclude(self, peer: str, evidence: bytes, word: Word, now_s: float) -> None:
-        """Note a judgement; a member whose evidence proves nothing is not heard for a while."""
-        self._judged[evidence] = word
+        """Note a judgement; a member whose evidence proves nothing is not heard for a while.
+
+        ``void`` is only the member's: whoever shows other bytes under that id, or in another stage, must not make the
+        evidence void for all."""
+        if word != "void":
+            self._judged[evidence] = word
         if len(self._judged) > _MAX_JUDGED:
             del self._judged[next(iter(self._judged))]
         if word != "guilty":

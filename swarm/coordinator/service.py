@@ -372,7 +372,8 @@ class ScopeHandlers:
             peer = self.scope.admission.require_member(channel.remote_key)
             if self.scope.membership.is_observer(peer) or not rounds.counts(peer) or rounds.model is None:
                 raise NotAdmitted("only members with a record of committed work show evidence")
-            facts = rounds.run, service.identity.public_key, rounds.model.layout
+            stage = None if rounds.stage is None else rounds.stage.number
+            facts = rounds.run, service.identity.public_key, rounds.model.layout, stage
         async with service.judging:  # one at a time; whoever repeats its last piece waits for the judgement
             known = service.evidence.judged(message.evidence)
             if known is not None:
@@ -381,7 +382,8 @@ class ScopeHandlers:
             if data is None:
                 return CoordinatorToPeerReceipt(evidence=message.evidence, judgement="incomplete")
             word, maker, number = await in_thread(_judged, data, message.evidence, *facts)
-            if word == "guilty":
+            # What else is shown of a member that is banned already is not kept: a liar's friend could fill the disk.
+            if word == "guilty" and maker not in service.scope.admission.access_list.bans:
                 await in_thread(service.journal.keep_evidence, message.evidence.hex(), data)
                 async with service.lock:
                     service.scope.admission.expel(maker, message.evidence, peer, number)
@@ -674,14 +676,14 @@ class CoordinatorService:
 
 
 def _judged(
-    data: bytes, evidence: bytes, run: RunFile, host_key: bytes, layout: tuple[TensorSpec, ...]
+    data: bytes, evidence: bytes, run: RunFile, host_key: bytes, layout: tuple[TensorSpec, ...], stage: int | None
 ) -> tuple[Word, str, int]:
     """Judge evidence; returns what it shows, the maker of the mean, and the round. For a worker thread."""
     from shoal.swarm.averaging.chunk_judge import RunFacts, judge  # imports torch, which nothing else here needs
 
     if not is_whole(data, evidence):
         return "void", "", 0
-    found = judge(data, RunFacts.of(run, host_key, layout))
+    found = judge(data, RunFacts.of(run, host_key, layout, stage))
     log.warning("evidence %s: %s: %s", evidence.hex()[:16], found.word, found.reason)
     return found.word, found.maker, found.round
 

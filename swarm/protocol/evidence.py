@@ -7,6 +7,7 @@ of each member that the chunk includes the contribution's chunk with its path to
 
 from __future__ import annotations
 
+import struct
 from typing import Annotated, Any
 
 import msgpack
@@ -21,8 +22,13 @@ MAX_EVIDENCE_BYTES = 2**26
 """Largest evidence. Chunks that would need more are not audited: such of more than 2**18 float32 values and 60
 members."""
 
+_MAX_HEAD_BYTES = 2**20
+"""Largest head: a full run's verdict has less than half of that. Only heads are unpacked: 64 MiB of msgpack could claim
+several GiB of small objects."""
+
 _CONTEXT = "shoal evidence, version 1"
 _MAX_CHUNK_BYTES = 2**25
+_HEAD_BYTES = struct.Struct(">I")
 _MAX_PATH_BYTES = 32 * 64
 
 
@@ -45,10 +51,28 @@ class Evidence(Record):
     contributions: Annotated[tuple[ShownContribution, ...], Field(max_length=MAX_MEMBERS)]
 
 
+class _Head(Record):
+    """All of evidence but its chunks. ``result_bytes``: size of the result chunk; ``contributions``: members, and the
+    sizes of what is shown of them."""
+
+    verdict: Verdict
+    part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
+    chunk: Count
+    path: Annotated[bytes, Field(max_length=_MAX_PATH_BYTES)]
+    result_bytes: Count
+    contributions: Annotated[tuple[tuple[Index, Count], ...], Field(max_length=MAX_MEMBERS)]
+
+
 def pack_evidence(evidence: Evidence) -> bytes:
-    """Encode evidence; equal evidence has equal bytes. Raises ``WireError`` if it is too large."""
-    data: bytes = msgpack.packb(evidence.model_dump())
-    if len(data) > MAX_EVIDENCE_BYTES:
+    """Encode evidence: size of the head, the head as msgpack, the result chunk, and the contributions' chunks.
+
+    Equal evidence has equal bytes. Raises ``WireError`` if it is too large."""
+    contributions, fields = evidence.contributions, evidence.model_dump(exclude={"result", "contributions"})
+    fields["result_bytes"] = len(evidence.result)
+    fields["contributions"] = [(one.member, len(one.data)) for one in contributions]
+    head: bytes = msgpack.packb(fields)
+    data = b"".join([_HEAD_BYTES.pack(len(head)), head, evidence.result, *(one.data for one in contributions)])
+    if len(head) > _MAX_HEAD_BYTES or len(data) > MAX_EVIDENCE_BYTES:
         raise WireError(f"evidence of {len(data)} bytes is too large: at most {MAX_EVIDENCE_BYTES}")
     return data
 
@@ -57,16 +81,33 @@ def unpack_evidence(data: bytes) -> Evidence:
     """Decode evidence. Raises ``WireError`` for bytes that ``pack_evidence`` does not make."""
     if len(data) > MAX_EVIDENCE_BYTES:
         raise WireError(f"evidence of {len(data)} bytes is too large: at most {MAX_EVIDENCE_BYTES}")
+    size = _HEAD_BYTES.unpack_from(data)[0] if len(data) >= _HEAD_BYTES.size else 0
+    if not 0 < size <= _MAX_HEAD_BYTES:
+        raise WireError("not evidence: its head has another size than heads have")
+    at = _HEAD_BYTES.size + size
     try:
         fields: Any = msgpack.unpackb(
-            data,
+            data[_HEAD_BYTES.size : at],
             use_list=False,
             strict_map_key=True,
             max_array_len=MAX_PARTS,
             max_map_len=64,
             max_ext_len=0,
         )
-        evidence = Evidence.model_validate(fields)
+        head = _Head.model_validate(fields)
+        result, at = data[at : at + head.result_bytes], at + head.result_bytes
+        shown = []
+        for member, size_bytes in head.contributions:
+            shown.append(ShownContribution(member=member, data=data[at : at + size_bytes]))
+            at += size_bytes
+        evidence = Evidence(
+            verdict=head.verdict,
+            part=head.part,
+            chunk=head.chunk,
+            result=result,
+            path=head.path,
+            contributions=tuple(shown),
+        )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"not evidence: {type(error).__name__}") from error
     if pack_evidence(evidence) != data:

@@ -30,9 +30,11 @@ MODEL = PeerToCoordinatorDescribeModel(
 LIAR = MEMBERS[1].peer_id
 
 
-def evidence_of(liar: int | None) -> bytes:
+def evidence_of(liar: int | None, chunk: int = 2) -> bytes:
+    """Return evidence on a chunk of the second member's part: the third or fourth of the round."""
+
     async def main() -> bytes:
-        return await (await committed_round(liar=liar, run_hash=RUN.hash)).evidence(1, 2)
+        return await (await committed_round(liar=liar, run_hash=RUN.hash)).evidence(1, chunk)
 
     return run_virtual(main())
 

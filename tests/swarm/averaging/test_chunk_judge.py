@@ -1,5 +1,6 @@
 """Evidence proves a wrong mean, and whatever else is done to it proves nothing."""
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.compression.formats import CODEC_NAMES
-from shoal.swarm.averaging.chunk_judge import _LEEWAY, RunFacts, judge
+from shoal.compression.norms import RELATIVE_ERROR
+from shoal.swarm.averaging.chunk_judge import _LEEWAY, RunFacts, checked_contribution, judge
 from shoal.swarm.averaging.reduction import PartReducer
+from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.evidence import Evidence, ShownContribution, evidence_id, pack_evidence, unpack_evidence
 from shoal.swarm.protocol.identity import Identity
@@ -180,8 +183,9 @@ def test_tampered_evidence_is_void(evidence: Evidence, what: str) -> None:
         RunFacts(FACTS.run_hash, Identity.generate().public_key, FACTS.elements, FACTS.codec_map),
         RunFacts(FACTS.run_hash, HOST.public_key, FACTS.elements + 1, FACTS.codec_map),
         RunFacts(FACTS.run_hash, HOST.public_key, FACTS.elements, get_codec_map("float32")),
+        RunFacts(FACTS.run_hash, HOST.public_key, FACTS.elements, FACTS.codec_map, stage=0),
     ],
-    ids=["run", "host", "model", "codec"],
+    ids=["run", "host", "model", "codec", "stage"],
 )
 def test_evidence_of_another_run_is_void(other: RunFacts) -> None:
     assert judge(pack_evidence(WRONG), other).word == "void"
@@ -191,11 +195,47 @@ def test_evidence_has_one_encoding() -> None:
     data = pack_evidence(WRONG)
     assert pack_evidence(unpack_evidence(data)) == data
     assert evidence_id(data) != evidence_id(pack_evidence(RIGHT))
-    fields = msgpack.unpackb(data)
-    other = msgpack.packb(dict(reversed(fields.items())))
+    size = int.from_bytes(data[:4], "big")
+    fields = msgpack.unpackb(data[4 : 4 + size])
+    other = data[:4] + msgpack.packb(dict(reversed(fields.items()))) + data[4 + size :]
     with pytest.raises(WireError, match="another way"):
         unpack_evidence(other)
     assert judge(other, FACTS).word == "void"
+
+
+@pytest.mark.parametrize("change", [lambda data: data + b"x", lambda data: data[:-1]], ids=["longer", "shorter"])
+def test_evidence_has_the_bytes_that_its_head_names(change: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(WireError):
+        unpack_evidence(change(pack_evidence(WRONG)))
+
+
+def test_many_small_objects_are_not_unpacked() -> None:
+    """A byte of msgpack may become an empty map, of 64 bytes: 64 MiB of them would end a host."""
+    maps = b"\xdc\x07\xff" + (b"\xdc\x07\xff" + b"\x80" * 2047) * 2047
+    for data in (maps, len(maps).to_bytes(4, "big") + maps):
+        tracemalloc.start()
+        with pytest.raises(WireError, match="its head"):
+            unpack_evidence(data)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 2**20
+
+
+def test_an_owner_may_have_measured_a_smaller_norm() -> None:
+    """Norms are measured to within an error that depends on the machine: the owner's was at its member's claim, from
+    below, and the judge's comes from above."""
+    plan, measured = RIGHT.verdict.plan, {}
+    assert plan is not None
+    store = ResultStore(plan, FACTS.codec_map)
+    start, stop = store.bounds(CHUNK)
+    for one in RIGHT.contributions:
+        claim = store.norm_bounds.contribution(one.member, start, stop)
+        data = checked_contribution(store, CHUNK, one.member, memoryview(one.data))
+        measured[bytes(data)] = claim / (1.0 - RELATIVE_ERROR) * (1.0 + RELATIVE_ERROR)
+    codec = store.codec_map.contribution(start, stop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(codec), "squared_norm", lambda _, packed, n: measured[bytes(packed)] * codec.growth**2)
+        assert judge(pack_evidence(RIGHT), FACTS).word == "innocent"
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"\x90", bytes(1000), b"\xdf\xff\xff\xff\xff"])

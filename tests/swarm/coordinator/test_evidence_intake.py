@@ -75,6 +75,16 @@ def test_memory_is_bounded_and_stale_evidence_makes_room(monkeypatch: pytest.Mon
         intake.add("a", pieces()[1], 11.0)
 
 
+def test_single_bytes_now_and_then_do_not_hold_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_intake, "_MAX_BYTES", 110)
+    intake, (first, *_) = EvidenceIntake(10.0), pieces()
+    intake.add("a", first, 0.0)
+    for moment in range(3):
+        byte = first.model_copy(update={"start": 100 + moment, "data": DATA[100 + moment : 101 + moment]})
+        intake.add("a", byte, 9.0 * moment)
+    assert intake.add("b", first, 20.0) is None
+
+
 def test_whoever_proves_nothing_is_barred_for_ever_longer() -> None:
     intake, now_s = EvidenceIntake(10.0), 0.0
     for waits_s in (600.0, 1200.0, 2400.0):
@@ -84,7 +94,7 @@ def test_whoever_proves_nothing_is_barred_for_ever_longer() -> None:
             intake.add("a", pieces()[0], now_s + waits_s - 1.0)
         intake.add("b", pieces()[0], now_s)
         now_s += waits_s
-    assert intake.judged(evidence_id(DATA)) == "void"
+    assert intake.judged(evidence_id(DATA)) is None, "others may show it, whole and where it belongs"
 
 
 def test_whoever_is_right_is_heard_again() -> None:

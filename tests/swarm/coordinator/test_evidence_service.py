@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.fakes.hearings import GUILTY, INNOCENT, LIAR, serving, show
+from tests.fakes.hearings import GUILTY, INNOCENT, LIAR, evidence_of, serving, show
 from tests.swarm.coordinator.world import entry
 
 from shoal.swarm.coordinator.events import MemberExpelled
@@ -76,6 +76,29 @@ def test_evidence_under_another_name_is_void(tmp_path: Path) -> None:
         assert receipt.judgement == "void"
 
     assert not [one for one in serving(tmp_path, test) if isinstance(one, MemberExpelled)]
+
+
+def test_nobody_makes_anothers_evidence_void_by_its_name(tmp_path: Path) -> None:
+    """A liar knows the evidence against itself as soon as there is any."""
+
+    async def test(service: CoordinatorService, journal: LocalJournal) -> None:
+        channel: Any = SimpleNamespace(remote_key=entry(1).certificate.curve_key)
+        message = PeerToCoordinatorShowEvidence(evidence=evidence_id(GUILTY), size_bytes=1, start=0, data=b"x")
+        await service.handlers[0]._show_evidence(channel, message)
+        assert await show(service, 2, GUILTY) == "guilty"
+
+    assert [one.peer for one in serving(tmp_path, test) if isinstance(one, MemberExpelled)] == [LIAR]
+
+
+def test_more_evidence_about_an_expelled_member_is_not_kept(tmp_path: Path) -> None:
+    more = evidence_of(1, chunk=3)
+
+    async def test(service: CoordinatorService, journal: LocalJournal) -> None:
+        assert await show(service, 1, GUILTY) == "guilty"
+        assert await show(service, 2, more) == "guilty"
+
+    assert sum(isinstance(one, MemberExpelled) for one in serving(tmp_path, test)) == 1
+    assert [one.name for one in tmp_path.glob("*.evidence")] == [f"{evidence_id(GUILTY).hex()}.evidence"]
 
 
 def test_observers_and_strangers_are_not_heard(tmp_path: Path) -> None:
