@@ -11,11 +11,12 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from shoal.swarm.aio import in_thread
+from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.chunk_judge import checked_contribution, make_evidence, reduce_again
 from shoal.swarm.averaging.inclusions import audits_a_round
 from shoal.swarm.averaging.results import ResultStore
@@ -150,20 +151,22 @@ class Auditor:
 
     async def _audit(self, store: ResultStore, verdict: Verdict, one: ChosenChunk, results: list[memoryview]) -> None:
         result = results[one.chunk - store.chunks_of(store.plan.parts[one.part]).start]
-        contributions = await self._included(store, one, store.group.header(result).included)
-        again = await in_thread(self._reduce_again, store, one.chunk, contributions)
+        contributions = await self._included(store, one, set(store.group.header(result).included))
+        is_right = await in_thread(self._is_mean, store, one.chunk, contributions, result)
         self.audited += 1
-        if again == result:
+        if is_right:
             return
         maker = store.plan.members[one.maker].peer
         log.warning("round %d: chunk %d of %s is not what it says it includes", verdict.round, one.chunk, maker)
         await self._accuse(await in_thread(make_evidence, verdict, one.part, one.chunk, results, contributions))
 
-    def _reduce_again(self, store: ResultStore, chunk: int, contributions: dict[int, memoryview]) -> memoryview:
+    def _is_mean(
+        self, store: ResultStore, chunk: int, contributions: dict[int, memoryview], result: memoryview
+    ) -> bool:
         packed = {member: checked_contribution(store, chunk, member, data) for member, data in contributions.items()}
-        return reduce_again(store, chunk, sorted(packed), packed)
+        return same_bytes(reduce_again(store, chunk, sorted(packed), packed), result)
 
-    async def _included(self, store: ResultStore, one: ChosenChunk, included: list[int]) -> dict[int, memoryview]:
+    async def _included(self, store: ResultStore, one: ChosenChunk, included: Set[int]) -> dict[int, memoryview]:
         """Fetch what the maker included in a chunk. Raises ``ShoalError``, the maker's too."""
         for _ in range(_TRIES - 1):
             try:
@@ -172,15 +175,17 @@ class Auditor:
                 await asyncio.sleep(self._deadlines.heartbeat_s * self._rng.random())
         return await self._fetch(store, one, included)
 
-    async def _fetch(self, store: ResultStore, one: ChosenChunk, included: list[int]) -> dict[int, memoryview]:
+    async def _fetch(self, store: ResultStore, one: ChosenChunk, included: Set[int]) -> dict[int, memoryview]:
         members = len(store.plan.members)
         first, size = one.chunk * members, store.leaf_grid.chunk_bytes(*store.bounds(one.chunk))
         received: dict[int, memoryview] = {}
+        ignored = memoryview(bytearray(size))  # for contributions that came, but are not in the mean
 
         def sink(index: int, size_bytes: int) -> memoryview:  # on the data plane's thread
             if size_bytes not in (0, size):
                 raise WireError(f"a contribution of {size_bytes} bytes does not fit")
-            received[index - first] = data = memoryview(bytearray(size_bytes))
+            is_wanted = index - first in included
+            received[index - first] = data = memoryview(bytearray(size_bytes)) if is_wanted else ignored[:size_bytes]
             return data
 
         blob, maker = Blob(kind="included", number=store.plan.round), store.plan.members[one.maker].peer

@@ -248,6 +248,7 @@ class Averager:
         share, number = client.run_file.audit.share, store.plan.round
         if share and not store.plan.columns:  # in a grid, means are made of partial sums that nobody has signed
             if number not in self._inclusions:
+                self._drop_old_inclusions()
                 self._inclusions[number] = Inclusions(store, share, self.inclusions_folder)
             exchange.keep_inclusions(self._inclusions[number])
         return exchange
@@ -258,10 +259,13 @@ class Averager:
             self._endpoint.retract(kept.blob)
             kept.close()
 
-    def _show_inclusions(self, number: int) -> None:
-        """Show what our means of a committed round include, and drop what earlier ones did but for the last one."""
+    def _drop_old_inclusions(self) -> None:
         for old in sorted(self._inclusions)[:-2]:
             self._drop_inclusions(old)
+
+    def _show_inclusions(self, number: int) -> None:
+        """Show what our means of a committed round include, and drop what earlier ones did but for the last one."""
+        self._drop_old_inclusions()
         if (kept_now := self._inclusions.get(number)) is not None:
             self._endpoint.publish(kept_now.blob, kept_now)
 

@@ -10,7 +10,7 @@ import logging
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -70,12 +70,16 @@ class CommittedContribution:
                 self._starts.append(self._file.tell())
             except OSError as error:
                 log.warning("this contribution cannot be kept, so validators cannot score it: %s", error)
-                self._file.close()
+                self._drop()
 
     def close(self) -> None:
         """Drop it."""
         with self._lock:
-            if self._file is not None:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of a full disk, when the file is closed, once more
                 self._file.close()
 
     def begin_reading(self, reader: bytes) -> None:

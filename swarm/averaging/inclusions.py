@@ -10,6 +10,7 @@ import logging
 import tempfile
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.swarm.aio import in_thread
@@ -69,7 +70,7 @@ class Inclusions:
                 self._file.write(data)
             except OSError as error:
                 log.warning("the contributions in our means cannot be kept, so nobody can audit them: %s", error)
-                self._file.close()
+                self._drop()
                 return
             self._places[chunk * self.members + member] = self._size, data.nbytes
             self._size += data.nbytes
@@ -77,6 +78,10 @@ class Inclusions:
     def close(self) -> None:
         """Drop everything."""
         with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        with suppress(OSError):  # of a full disk: what could not be written yet is written when the file is closed
             self._file.close()
 
     # A source for auditors ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import resource
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +248,27 @@ def test_a_full_disk_stops_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         kept.keep(2, 0, memoryview(bytes(100)))
         with pytest.raises(BlobUnavailable):
             await kept.chunk(6)
+
+    run_virtual(main())
+
+
+def test_a_disk_that_becomes_full_stops_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing the file tries once more to write what did not fit."""
+    monkeypatch.setattr(inclusions, "_MEMORY_BYTES", 10)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def main() -> None:
+        kept = Inclusions((await committed_round()).sides[1].store, 1.0, tmp_path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            for chunk in (2, 3):
+                kept.keep(chunk, 0, memoryview(bytes(3000)))
+            kept.keep(2, 1, memoryview(bytes(3000)))
+            with pytest.raises(BlobUnavailable):
+                await kept.chunk(6)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        kept.close()
 
     run_virtual(main())
 
