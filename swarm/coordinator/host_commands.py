@@ -127,6 +127,12 @@ class HostCommands:
             raise CommandRefused(f"the run has no invite {invite}: `shoal invite list` shows those that it has")
         if not use.is_revoked:
             self._scope.record(ev.InviteRevoked(id=invite, at_s=self._scope.log.unix_s))
+            # Members show their contributions to whoever is a validator on the roster.
+            members = self._scope.membership.members.items()
+            for peer in [
+                one for one, at in members if at.alive and at.entry.role == "validator" and at.invite == invite
+            ]:
+                self._scope.record(ev.MemberLost(peer=peer, reason="its invite was revoked"))
         return Acknowledged()
 
     # Members ------------------------------------------------------------------------------------------------

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
-from shoal.swarm.coordinator.events import MemberJoined, MemberKept, MemberLost, PeerBanned, WorkStanding
+from shoal.swarm.coordinator.events import (
+    MemberExpelled,
+    MemberJoined,
+    MemberKept,
+    MemberLost,
+    PeerBanned,
+    WorkStanding,
+)
 from shoal.swarm.coordinator.trust import counting, forfeit_credit, weightiest
 from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.types import (
@@ -387,10 +394,11 @@ class Membership:
             ("with credit",), lambda: {peer: member for peer, member in self.trainers().items() if member.has_credit}
         )
 
-    def forfeit_credit(self, banned: PeerBanned) -> None:
-        """Take all credit away from members that the host has banned."""
+    def forfeit_credit(self, banned: PeerBanned | MemberExpelled) -> None:
+        """Take all credit away from members that are banned or expelled: one that is let in again starts anew."""
+        network = banned.network if isinstance(banned, PeerBanned) else ""
         for peer, member in self.members.items():
-            if peer == banned.peer or (banned.network and member.network == banned.network):
+            if peer == banned.peer or (network and member.network == network):
                 forfeit_credit(member)
         self._states += 1
 

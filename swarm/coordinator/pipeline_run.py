@@ -201,7 +201,7 @@ class PipelineRun:
                     self.version += 1
             case _ if isinstance(event, ev.AccessEvent):
                 self.admission.access_list.apply(event)
-                if isinstance(event, ev.PeerBanned):
+                if isinstance(event, ev.PeerBanned | ev.MemberExpelled):
                     for scope in self.scopes:
                         scope.membership.forfeit_credit(event)
             case ev.AccessRecorded():

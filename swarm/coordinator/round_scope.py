@@ -270,7 +270,7 @@ class RoundScope:
                 self._end_round(event)
             case _ if isinstance(event, ev.AccessEvent):
                 self.admission.access_list.apply(event)
-                if isinstance(event, ev.PeerBanned):
+                if isinstance(event, ev.PeerBanned | ev.MemberExpelled):
                     self.membership.forfeit_credit(event)
                 elif isinstance(event, ev.PeerAllowed) and event.peer in self.membership.members:
                     self.membership.note_work(event.peer, ev.WorkStanding())
@@ -1159,10 +1159,11 @@ class RoundScope:
 
     def end_round(self, event: ev.VerdictGiven) -> None:
         covered, before = self._covered(), len(self.history.rounds)
-        ranges, carried = self.round.ranges, {peer: one.carried_tokens for peer, one in self.membership.members.items()}
+        ranges = {peer: mine for peer, mine in self.round.ranges.items() if peer not in event.lost}
+        carrying = frozenset(peer for peer in ranges if self.membership.members[peer].carried_tokens)
         self.record(event)
         if event.verdict.committed:
-            self.review.add(event.verdict, ranges, frozenset(peer for peer in ranges if carried[peer]))
+            self.review.add(event.verdict, ranges, carrying)
         self._tell_covered(covered)
         if len(self.history.rounds) > before:
             newest = self.history.rounds[-1]

@@ -43,7 +43,9 @@ class WorkReview:
         """Round, validator and member of the scores that have counted."""
 
     def add(self, verdict: Verdict, ranges: Mapping[str, Ranges], carrying: frozenset[str]) -> None:
-        """Add a committed round, whose contributions can be scored until the next round but one."""
+        """Add a committed round, whose contributions can be scored until the next round but one.
+
+        ``ranges``: of the members whose work it committed, which the run never forgets."""
         samples = {peer: to_wire(merge(mine)) for peer, mine in ranges.items()}
         self._rounds[verdict.round] = _ReviewedRound(verdict.chain, samples, carrying)
         for number in sorted(self._rounds)[:-_ROUNDS]:

@@ -195,11 +195,40 @@ def test_a_revoked_validator_changes_nothing_and_does_not_come_back(world: Revie
     validator = world.come_as(9, invite.token)
     world.score(world.workers[0].peer)
     HostCommands(world.scope, HOST).answer(RevokeInvite(id=invite.terms.id))
+    world.settle()
+    assert validator not in [one.peer for one in world.scope.membership.roster()]  # others show it nothing any more
+    assert world.scope.membership.members[validator].left == "its invite was revoked"
     with pytest.raises(NotAdmitted, match="only validators"):
         world.review.score(validator, world.signed(world.workers[0].peer))
-    world.scope.admission.leave(validator, "done", world.now_s)
     with pytest.raises(NotAdmitted, match="has revoked the invite"):
         world.come_as(9, invite.token)
+
+
+def test_work_that_was_lost_is_not_scored(world: ReviewedWorld) -> None:
+    """Its member is gone, and may be forgotten as one that the run has never had work of."""
+    validator, peer = world.validator(), world.workers[0].peer
+    world.until_planned()
+    plan = world.scope.round.plan
+    assert plan is not None
+    (index,) = [at for at, one in enumerate(plan.members) if one.peer == peer]
+    world.leave(world.workers[0])
+    for worker in world.workers[1:3]:
+        world.report(worker, dropped=(index,))
+    assert world.verdicts[-1].lost == (peer,)
+    score = world.signed(peer)
+    world.review.score(validator, score)
+    assert counted(world) == 0
+    assert not world.review.samples_of(validator, PeerToCoordinatorGetWork(round=score.score.round, peer=peer)).ranges
+
+
+def test_an_expelled_member_begins_anew_if_it_is_let_in_again(world: ReviewedWorld) -> None:
+    peer = world.workers[0].peer
+    assert world.scope.membership.members[peer].has_credit
+    world.scope.admission.expel(peer, b"e" * 32, world.workers[1].peer, 3)
+    world.settle()
+    world.restart()
+    member = world.scope.membership.members[peer]
+    assert (member.credit, member.credit_rounds, member.has_credit) == (0, 0, False)
 
 
 def test_one_of_two_validators_expels_nobody(world: ReviewedWorld) -> None:
