@@ -432,12 +432,15 @@ class LocalMember:
         """Ask for the samples of a member's contribution, as a validator."""
         return await self.client.ask(PeerToCoordinatorGetWork(round=round_number, peer=peer), CoordinatorToPeerWork)
 
-    async def contribution_of(self, round_number: int, planned: PlanMember, layout: tuple[TensorSpec, ...]) -> Tensor:
-        """Fetch a member's contribution to a committed round, (n,) float32. Raises ``LinkError``."""
+    async def contribution_of(
+        self, round_number: int, planned: PlanMember, layout: tuple[TensorSpec, ...], limit_s: float
+    ) -> Tensor:
+        """Fetch a member's contribution to a committed round, (n,) float32, in ``limit_s``. Raises ``LinkError``."""
         codec_map = CodecMap(self.client.run_file.format_map([(spec.name, spec.shape) for spec in layout]))
         grid = LeafGrid(sum(spec.elements for spec in layout), codec_map)
         progress_s = self.client.deadlines.contribution_s
-        return await fetch_contribution(self.endpoint, planned.peer, round_number, planned.root, grid, progress_s)
+        peer, root = planned.peer, planned.root
+        return await fetch_contribution(self.endpoint, peer, round_number, root, grid, progress_s, limit_s)
 
     async def report_score(self, score: WorkScore) -> None:
         """Report a score, signed as this member's."""

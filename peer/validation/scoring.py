@@ -33,6 +33,9 @@ GROUPS = 8
 _BEYOND_CHANCE = 4.0
 """Standard errors beyond which a gain is no chance: that of nothing is below or above once in 400 times each."""
 
+_ENDLESS = 1e29
+"""Loss from which a loss is no number: a score has room for little more."""
+
 _EMPTY = 1e-3
 """Share of the usual norm below which a contribution is no work: one of a twentieth of the work has far more."""
 
@@ -94,12 +97,14 @@ class LossMeter:
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> Gain:
     """Return the gain by the losses of groups of samples before and after. A loss that is no number is an endless
-    one."""
-    if not all(math.isfinite(one) for one in after):
-        return Gain(mean=-1e30, error=0.0)
+    one; where it was none before, nobody's contribution can be told from chance."""
+    if not all(abs(one) < _ENDLESS for one in before):
+        return Gain(mean=0.0, error=_ENDLESS)
+    if not all(abs(one) < _ENDLESS for one in after):
+        return Gain(mean=-_ENDLESS, error=0.0)
     gains = np.asarray(before, dtype=np.float64) - np.asarray(after, dtype=np.float64)
-    error = float(gains.std(ddof=1) / math.sqrt(len(gains))) if len(gains) > 1 else 1e30
-    return Gain(mean=float(gains.mean()), error=min(error, 1e30))
+    error = float(gains.std(ddof=1) / math.sqrt(len(gains))) if len(gains) > 1 else _ENDLESS
+    return Gain(mean=float(gains.mean()), error=error)
 
 
 def effect_of(on_random: Gain, on_leased: Gain) -> Finding:
@@ -167,9 +172,14 @@ def _cosine(one: Tensor, other: Tensor) -> float:
 
 
 def deviation(claimed: Tensor, computed: Tensor) -> float:
-    """Return how far a gradient is from the one computed again, relative to that, both (n,) float32."""
+    """Return how far a gradient is from the one computed again, relative to that, both (n,) float32.
+
+    Endless for a claim that is no number; 0 where the one computed again is none, as on an anchor that has diverged."""
     length = float(computed.norm())
-    return min(float((claimed - computed).norm()) / length, 1e30) if length else 0.0
+    if not 0.0 < length < math.inf:
+        return 0.0
+    apart = float((claimed - computed).norm()) / length
+    return apart if apart < _ENDLESS else _ENDLESS
 
 
 _PRECISION = {"float32": 0.02, "bfloat16": 0.1, "float16": 0.1}

@@ -39,7 +39,7 @@ from shoal.peer.validation.scoring import (
 )
 from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.norm_claims import total_norm
-from shoal.swarm.errors import Busy, LinkError
+from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.messages import CoordinatorToPeerWork
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
 from shoal.swarm.protocol.work_scores import BAD, WorkScore
@@ -51,7 +51,12 @@ _SAMPLES = 128
 """Samples of either kind by which a contribution is scored."""
 
 _ATTEMPTS = 3
-"""Attempts to get a contribution before it counts as withheld, and only when the next round is committed."""
+"""Attempts to get a contribution before it counts as withheld, and only when the next round is committed. A member that
+always says that it is busy withholds it, too."""
+
+_ATTEMPT_SHARE = 0.25
+"""Longest attempt, as a share of a round's time: a member that shows its contribution slowly on purpose takes a
+validator no more from the others, and so many attempts fit into one round."""
 
 
 class FollowedAnchors:
@@ -111,6 +116,9 @@ class Validator:
         self._sketches = Sketches(secrets.randbits(62))
         self._tasks: deque[_Task] = deque()
         self._doubted: set[str] = set()
+        self._ended_s = 0.0
+        """Unix time at which the last round ended that members were drawn of."""
+        self._attempt_s = run.round.patience_s
         self._anchors: FollowedAnchors
 
         def follow(vector: ParameterVector) -> FollowedAnchors:
@@ -141,6 +149,9 @@ class Validator:
                 withheld = _bare_score(task.verdict, task.planned.peer).model_copy(update={"finding": "withheld"})
                 with suppress(Interrupted):
                     self._report(withheld)
+        lasted_s = min(verdict.ended_s - self._ended_s, self._run.round.max_s)
+        self._attempt_s = max(_ATTEMPT_SHARE * lasted_s, self._run.round.patience_s)
+        self._ended_s = verdict.ended_s
         by_peer = {one.peer: one for one in plan.members}
         chosen = draw(list(by_peer), self._doubted, self._run.audit.work_share, self._rng)
         self._tasks = deque(_Task(verdict, by_peer[peer]) for peer in chosen)
@@ -159,12 +170,12 @@ class Validator:
         self._doubted.update(work.doubted)
         if not work.ranges:
             return
-        fetching = self._member.contribution_of(verdict.round, task.planned, self._layout)
+        fetching = self._member.contribution_of(verdict.round, task.planned, self._layout, self._attempt_s)
         try:
             contribution = self._network.call(fetching, interruptible=True)
         except LinkError as error:
             log.debug("round %d: %s did not show its contribution: %s", verdict.round, peer, error)
-            task.attempts += not isinstance(error, Busy)
+            task.attempts += 1
             self._tasks.append(task)
             self._session.follow()
             return

@@ -5,6 +5,7 @@ plan."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import tempfile
@@ -22,7 +23,7 @@ from shoal.swarm.averaging.buffer_pool import BufferPool
 from shoal.swarm.averaging.chunk_streams import StreamMeter, receive_chunks
 from shoal.swarm.averaging.contribution import EncodedContribution
 from shoal.swarm.averaging.leaf_grid import LeafGrid
-from shoal.swarm.errors import BlobUnavailable, Busy, WireError
+from shoal.swarm.errors import BlobUnavailable, Busy, DeadlineExceeded, WireError
 from shoal.swarm.protocol.types import Blob
 from shoal.swarm.transport.node import Endpoint
 
@@ -110,12 +111,12 @@ class CommittedContribution:
 
 
 async def fetch_contribution(
-    endpoint: Endpoint, peer: str, round_number: int, root: bytes, grid: LeafGrid, progress_s: float
+    endpoint: Endpoint, peer: str, round_number: int, root: bytes, grid: LeafGrid, progress_s: float, limit_s: float
 ) -> Tensor:
     """Fetch and decode a member's contribution to a committed round, ``(n,) float32``.
 
-    Raises ``LinkError``: ``WireError`` for leaves that do not lead to the root or do not decode, and whatever the
-    member says."""
+    Raises ``LinkError``: ``WireError`` for leaves that do not lead to the root or do not decode, ``DeadlineExceeded``
+    after ``limit_s``, however steadily leaves come, and whatever the member says."""
     values = empty_aligned(grid.bounds(grid.leaves - 1)[1])
 
     def room(leaf: int, size: int) -> memoryview:
@@ -131,7 +132,11 @@ async def fetch_contribution(
             raise WireError(f"a leaf does not decode: {error}") from error
 
     fetch = functools.partial(endpoint.fetch, peer, committed_blob(round_number), range(grid.leaves))
-    async with aclosing(receive_chunks(functools.partial(fetch, progress_s=progress_s), room, StreamMeter())) as stream:
-        async for leaf, data in stream:
-            await in_thread(decode, leaf, data)
+    chunks = receive_chunks(functools.partial(fetch, progress_s=progress_s), room, StreamMeter())
+    try:
+        async with asyncio.timeout(limit_s), aclosing(chunks) as stream:
+            async for leaf, data in stream:
+                await in_thread(decode, leaf, data)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{peer} did not show its contribution within {limit_s:.0f} s") from error
     return values

@@ -506,6 +506,8 @@ def test_nobody_is_accused_where_nobody_can_say_who_is_wrong() -> None:
             peers[E].repeats = flipped
             await asyncio.sleep(60.0)
             assert coordinator.accusations == []
+            backwards = sum(peers[name].training.backwards for name in (A, D))
+            assert backwards < BATCH / MICRO_BATCH, "what is disputed is not used, unless no witness had room"
 
     run_virtual(main())
 

@@ -37,6 +37,7 @@ from shoal.swarm.protocol.work_scores import Gain, WorkScore
 TINY = {"layers": 1, "heads": 2, "width": 16, "context": 12}
 BATCH = 4
 LR, MOMENTUM = 0.7, 0.9
+SCORE = {"round": 0, "chain": bytes(32), "peer": "a" * 16, "finding": "wrong gradient"}
 INNER = InnerSection(lr=2e-3, batch_samples=BATCH)
 
 
@@ -169,7 +170,11 @@ def test_values_that_are_no_numbers_harm(recipe: GptRecipe) -> None:
     broken = made[3].clone()
     broken[0] = float("nan")
     assert training.finding(3, broken, 1) == "harms"
-    assert gain_of([1.0, 2.0], [1.0, float("inf")]) == Gain(mean=-1e30, error=0.0)
+    endless = [float("inf"), float("nan"), 3e38, -3e38]
+    assert {gain_of([1.0, 2.0], [1.0, loss]) for loss in endless} == {Gain(mean=-1e29, error=0.0)}
+    # On an anchor that has diverged, nobody's contribution harms.
+    gains = [gain_of([1.0, loss], [1.0, after]) for loss in endless for after in (1.0, float("nan"), 3e38)]
+    assert {effect_of(gain, Gain(mean=-1.0, error=0.0)) for gain in gains} == {"unclear"}
 
 
 def test_nothing_and_next_to_nothing_are_empty(recipe: GptRecipe) -> None:
@@ -241,6 +246,11 @@ def test_a_gradient_is_computed_again(recipe: GptRecipe) -> None:
     ):
         assert deviation(wrong, again) > allowed
     assert deviation(whole + 0.01 * float(whole.norm()) * torch.eye(1, len(whole))[0], again) < allowed
+    for endless in (float("nan"), float("inf"), 3e38):
+        apart = deviation(torch.full_like(whole, endless), again)
+        assert apart > allowed
+        WorkScore.model_validate({**SCORE, "deviation": apart})
+    assert deviation(whole, torch.full_like(whole, float("nan"))) == 0.0
 
 
 def test_gains_beyond_chance() -> None:

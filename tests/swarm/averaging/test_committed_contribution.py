@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.fakes.memory_network import MemoryNetwork, changed
-from tests.fakes.virtual_clock import run_virtual
+from tests.fakes.memory_network import MemoryNetwork, changed, dripping
+from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.swarm.averaging.test_contribution import ELEMENTS, begun
 
 from shoal.swarm.averaging import committed_contribution
 from shoal.swarm.averaging.committed_contribution import CommittedContribution, fetch_contribution
-from shoal.swarm.errors import BlobUnavailable, Busy, WireError
+from shoal.swarm.errors import BlobUnavailable, Busy, DeadlineExceeded, WireError
 
 MEMBER, VALIDATOR, STRANGER = "m" * 16, "v" * 16, "s" * 16
+PROGRESS_S, LIMIT_S = 5.0, 6.5
 
 
 def may_read(reader: bytes) -> bool:
@@ -41,7 +42,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 async def fetched(network: MemoryNetwork, source: CommittedContribution, root: bytes, who: str) -> torch.Tensor:
-    return await fetch_contribution(network.endpoint(who), MEMBER, 5, root, source._grid, 5.0)
+    return await fetch_contribution(network.endpoint(who), MEMBER, 5, root, source._grid, PROGRESS_S, LIMIT_S)
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -93,6 +94,20 @@ def test_other_bytes_than_were_committed_are_refused(change) -> None:  # type: i
         network.faults.append(changed("committed", MEMBER, change))
         with pytest.raises(WireError):
             await fetched(network, source, root, VALIDATOR)
+
+    run_virtual(main())
+
+
+def test_a_member_that_shows_it_leaf_by_leaf_holds_no_validator_up() -> None:
+    async def main() -> None:
+        network, source, root, _ = await kept()
+        every_s = PROGRESS_S / 4
+        assert source.chunks * every_s > LIMIT_S
+        network.faults.append(dripping("committed", MEMBER, every_s))
+        began_s = now_s()
+        with pytest.raises(DeadlineExceeded, match="within 6 s"):
+            await fetched(network, source, root, VALIDATOR)
+        assert now_s() - began_s == pytest.approx(LIMIT_S)
 
     run_virtual(main())
 
