@@ -109,7 +109,7 @@ class Deadlines:
         return self.report_s + 4 * micro_batch_s
 
     def newcomer_s(self, round_s: float) -> float:
-        """Time without progress of a member without a record, until it is removed.
+        """Time without progress of a member without credit, until it is removed.
 
         Long enough to build a large model and wait for some rounds. ``round_s``: the longest time of a round's work."""
         return 4 * (round_s + 4 * self.patience_s)

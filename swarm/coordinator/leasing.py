@@ -95,8 +95,8 @@ class Leasing:
         return count(self._scope.leases.held.get(peer, []))
 
     def _trusted_limit(self, peer: str) -> int:
-        """Return the most samples that a member gets for what it was seen to commit; no limit while nobody has a
-        credit. A batch is always possible, or nobody could ever get credit."""
+        """Return the most samples that a member gets for what it was seen to commit; no limit while nobody has
+        credit. A batch is always possible, or nobody could ever get any."""
         scope = self._scope
         member, credited = scope.membership.members[peer], scope.membership.with_credit()
         assert scope.model is not None
