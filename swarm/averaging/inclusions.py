@@ -23,9 +23,6 @@ log = logging.getLogger(__name__)
 _MEMORY_BYTES = 2**24
 """Bytes of a round that are kept in memory; with more, all of them go to a file."""
 
-_READERS = 4
-"""Streams that are served at once, one for each auditor."""
-
 _SLACK = 4
 """Factor on the streams that an auditor opens on average in a round, after which it is refused; at least so many."""
 
@@ -87,9 +84,12 @@ class Inclusions:
     # A source for auditors ----------------------------------------------------------------------------------
 
     def begin_reading(self, reader: bytes) -> None:
-        """Count an auditor's stream. Raises ``Busy`` where too many are served, or it has had its share."""
-        if reader in self._reading or len(self._reading) >= _READERS:
-            raise Busy("other auditors are being served")
+        """Count an auditor's stream. Raises ``Busy`` where it has one already, ``BlobUnavailable`` after its share.
+
+        There is no bound for all of them together: a few that never read on would keep out the others, who would
+        accuse us of showing nothing."""
+        if reader in self._reading:
+            raise Busy("this auditor is being served")
         if self._streams[reader] >= self._most_streams:
             raise BlobUnavailable("this auditor has seen its share of that round")
         self._streams[reader] += 1
