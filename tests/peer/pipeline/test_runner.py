@@ -288,6 +288,9 @@ class Peer:
         """Compute another's micro-batch again, and change the result as the test says."""
         inner: Future[RepeatedTensors] = Future()
         self.training.execute(replace(task, done=inner))
+        if (error := inner.exception()) is not None:
+            task.done.set_exception(error)
+            return
         made = inner.result()
         tensors = {
             name: one if one is None else ComputedTensor.on_current_stream(self.repeats(one.tensor))
