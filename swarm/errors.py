@@ -305,6 +305,13 @@ def remote_error(code: str, message: str, retry_s: float = 0.0) -> ShoalError:
     return error
 
 
+def member_error(error: ShoalError) -> LinkError:
+    """Another member's error, which ends nothing here: a member cannot say that our disk is full or the run over."""
+    if isinstance(error, LinkError) and not isinstance(error, FINAL_ERRORS):
+        return error
+    return LinkError(f"it answered with {type(error).__name__}: {error}")
+
+
 def words_for_others(error: ShoalError) -> str:
     """The message of an error as another machine may see it: messages about this machine name its files and paths."""
     if isinstance(error, LinkError | ModelMismatch | CorpusError):

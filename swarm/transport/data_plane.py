@@ -21,6 +21,7 @@ from shoal.swarm.errors import (
     LinkError,
     ShoalError,
     WireError,
+    member_error,
     remote_error,
     words_for_others,
 )
@@ -74,6 +75,9 @@ class DataPlane:
         self.reader_of: Callable[[bytes, str], Reader] = lambda key, host: Reader(key.hex(), network_of(host))
         """Who downloads, given the key and the address of the other end of a link."""
         self._quota = DownloadQuota()
+        self._state_bytes: dict[int, int] = {}
+        """By scope, the size of the state that is offered. All of them are what the quota counts as one: a member that
+        holds several stages downloads the state of each."""
         self._tasks = tasks
         self._links: dict[bytes, Link] = {}
         self._sources: dict[Blob, ChunkSource] = {}
@@ -102,6 +106,8 @@ class DataPlane:
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         """Offer a blob to every member of the roster until it is retracted."""
         self._sources[blob] = source
+        if isinstance(source, DownloadSource):
+            self._state_bytes[blob.scope] = max(source.state_bytes, self._state_bytes.get(blob.scope, 0))
         self._published.set()
         self._published = asyncio.Event()
 
@@ -112,6 +118,7 @@ class DataPlane:
     def leave(self, scope: int) -> None:
         """Retract all blobs of that scope."""
         self._sources = {blob: source for blob, source in self._sources.items() if blob.scope != scope}
+        self._state_bytes.pop(scope, None)
 
     # Links ----------------------------------------------------------------------------------------------
 
@@ -235,7 +242,8 @@ class DataPlane:
                         self._io_thread.drop_stream(link, number)
                     case PeerToPeerStreamEnded(stream=number) as end:
                         if (incoming := link.incoming.get(number)) is not None:
-                            incoming.end(end.following, remote_error(end.code, end.message, end.retry_s))
+                            why = member_error(remote_error(end.code, end.message, end.retry_s))
+                            incoming.end(end.following, why)
                     case PeerToPeerOfferMemory() as offer:
                         self._open_memory(link, offer)
                     case PeerToPeerMemoryOpened() as answer:
@@ -280,11 +288,12 @@ class DataPlane:
     ) -> None:
         """Send as much as the reader's quota allows. Raises ``Busy`` where that ends."""
         reader, now_s = self.reader_of(link.remote_key, link.remote_host), asyncio.get_running_loop().time
+        state_bytes = max(source.state_bytes, sum(self._state_bytes.values()))
 
         def count(size_bytes: int) -> None:
-            self._quota.take(reader, size_bytes, source.state_bytes, self.meter.bandwidth_bps, now_s())
+            self._quota.take(reader, size_bytes, state_bytes, self.meter.bandwidth_bps, now_s())
 
-        place = self._quota.place(reader, source.state_bytes, self.meter.bandwidth_bps, now_s())
+        place = self._quota.place(reader, state_bytes, self.meter.bandwidth_bps, now_s())
         with place, reading(source, link.remote_key):
             await self._send_chunks(link, stream, ask, source, count)
 

@@ -16,7 +16,16 @@ from typing import Protocol, TypeVar
 
 import zmq.asyncio
 
-from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
+from shoal.swarm.errors import (
+    Busy,
+    LinkClosed,
+    LinkError,
+    MemberGone,
+    NotAdmitted,
+    ShoalError,
+    Unreachable,
+    member_error,
+)
 from shoal.swarm.protocol.addresses import network_of
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerLinkOpened, PeerToPeerOpenLink, PeerToPeerPing, PeerToPeerPong
@@ -244,9 +253,9 @@ class Node:
             self._data.close_link(link)
 
     async def ask(self, peer: str, message: Message, reply: type[M], wait_s: float, scope: int = 0) -> M:
-        """Send a request to a member. Raises ``MemberGone``, ``Unreachable``, and what ``Channel.request`` raises."""
+        """Send a request to a member. Raises ``MemberGone``, ``Unreachable``, and other ``LinkError``s."""
         _, channel = self._channel_to(peer, scope)
-        return await channel.request(message, reply, wait_s, scope)
+        return await _request(channel, message, reply, wait_s, scope)
 
     def _channel_to(self, peer: str, scope: int) -> tuple[RosterEntry, Channel]:
         entry = self._rosters.entry(peer, scope)
@@ -264,7 +273,7 @@ class Node:
 
         async def agree(ask: PeerToPeerOpenLink) -> PeerToPeerLinkOpened:
             await channel.connected(wait_s)
-            return await channel.request(ask, PeerToPeerLinkOpened, wait_s)
+            return await _request(channel, ask, PeerToPeerLinkOpened, wait_s)
 
         try:
             # One at a time, otherwise streams that start together would each open a link.
@@ -328,3 +337,10 @@ class ScopedEndpoint:
 
     def _scoped(self, blob: Blob) -> Blob:
         return blob.model_copy(update={"scope": self._scope})
+
+
+async def _request(channel: Channel, message: Message, reply: type[M], wait_s: float, scope: int = 0) -> M:
+    try:
+        return await channel.request(message, reply, wait_s, scope)
+    except ShoalError as error:
+        raise member_error(error) from None

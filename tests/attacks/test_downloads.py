@@ -17,6 +17,7 @@ from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import Busy
 from shoal.swarm.protocol.types import RosterEntry
 from shoal.swarm.transport.download_quota import BEGIN_STATES, MAX_GUESTS, Reader
+from shoal.swarm.transport.node import ScopedEndpoint
 
 SIZE = 5 * 2**20
 """Elements of a state, which has 20 MiB: above those that count as small."""
@@ -105,6 +106,21 @@ async def test_a_trainer_that_downloads_in_a_loop_gets_three_states() -> None:
         assert 3.0 <= attacker.states <= 3.0 + MARGIN
         assert attacker.refusals
         await join(newcomer, [donor])
+
+
+@run
+async def test_the_states_of_all_stages_that_a_donor_holds_count_as_one() -> None:
+    stages = range(1, 6)
+    async with swarm_of(Member(), Member()) as (donor, newcomer):
+        for stage in stages:
+            for one, other in ((donor, newcomer), (newcomer, donor)):
+                one.node.update_roster((other.entry(),), scope=stage)
+            StateDonor(ScopedEndpoint(donor.node, stage), LONG_S).offer(STATE)
+        blobs = [RAW.blob(3).model_copy(update={"scope": stage}) for stage in stages]
+        for blob in 3 * blobs:
+            assert await fetch(newcomer, donor, Sink(), range(CHUNKS), blob=blob) == list(range(CHUNKS))
+        with pytest.raises(Busy):
+            await fetch(newcomer, donor, Sink(), range(CHUNKS), blob=blobs[0])
 
 
 @run

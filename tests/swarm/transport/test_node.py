@@ -20,11 +20,16 @@ from zmq.utils import z85
 
 from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import (
+    FINAL_ERRORS,
     BlobUnavailable,
+    CorpusError,
     DeadlineExceeded,
     LinkError,
+    ModelMismatch,
     NotAdmitted,
     ProtocolMismatch,
+    Removed,
+    RunEnded,
     ShoalError,
     StaleWork,
     StorageError,
@@ -166,10 +171,33 @@ async def test_errors_about_a_machines_files_stay_there(raised: ShoalError) -> N
         source.chunk = no_chunk  # type: ignore[method-assign]
         b.node.publish(STATE, source)
         with pytest.raises(ShoalError) as caught:  # noqa: PT012
-            async with aclosing(a.node.fetch(b.peer, STATE, range(1), Sink(), LONG_S)) as stream:
+            async with aclosing(a.node.fetch(b.peer, STATE, range(1), Sink(), 0.3)) as stream:
                 async for _ in stream:
                     raise AssertionError("there is no chunk")
         assert "home" not in str(caught.value)
+
+
+@pytest.mark.parametrize("named", [StorageError, CorpusError, ModelMismatch, RunEnded, Removed])
+@run
+async def test_a_members_word_ends_no_other_process(named: type[ShoalError]) -> None:
+    async with swarm() as (a, b):
+
+        async def handler(channel: control.Channel, message: Message) -> Message:
+            raise named("so says another member")
+
+        async def no_chunk(index: int) -> memoryview:
+            raise named("so says another member")
+
+        b.node.control.handle(PeerToPeerPing, handler)
+        with pytest.raises(LinkError) as caught:
+            await a.node.ask(b.peer, PeerToPeerPing(), PeerToPeerPong, LONG_S)
+        assert not isinstance(caught.value, FINAL_ERRORS)
+        source = Source(1)
+        source.chunk = no_chunk  # type: ignore[method-assign]
+        b.node.publish(STATE, source)
+        with pytest.raises(LinkError) as caught:
+            await fetch(a, b, Sink(), range(1), 0.3)
+        assert not isinstance(caught.value, FINAL_ERRORS)
 
 
 @run
