@@ -570,7 +570,9 @@ class PipelineRun:
         by = self._accusers.setdefault(accused, {})
         by[peer] = self.round_number
         first, last = self.spans[accused]
-        present = {*self.holders(first - 1), *self.holders(last + 1)} - {accused}
+        # Spans overlap: who holds some of the accused's stages, too, may send it activations for the others.
+        senders = {one for one, span in self.spans.items() if first <= span[1] + 1 <= last}
+        present = {*senders, *self.holders(last + 1)} - {accused}
         accusers = present & by.keys()
         if len(accusers) > 1 and outvotes(accusers, accused, [*present], self._credit({*present, accused})):
             del self._accusers[accused]

@@ -646,6 +646,16 @@ def test_most_of_the_neighbours_take_a_stage_while_nobody_has_credit() -> None:
     assert world.machine.rests[world.peers[accused].name].reason == "sent wrong values, as its neighbours say"
 
 
+def test_who_sends_to_the_middle_of_a_span_is_a_neighbour() -> None:
+    world, accused, neighbours, _ = accused_and_neighbours()
+    world.machine.spans[world.peers[accused].name] = (0, 1)
+    for by in sorted(neighbours, key=lambda one: stage_of(world, one))[:4]:
+        assert world.peers[accused].name in world.machine.spans
+        accusation = PeerToCoordinatorAccuseReplica(accused=world.peers[accused].name, stage=1, reason="values")
+        world.machine.accuse(world.peers[by].name, accusation, world.now_s)
+    assert world.peers[accused].name not in world.machine.spans
+
+
 def test_who_gets_nothing_from_the_accused_has_no_say() -> None:
     world, accused, _, others = accused_and_neighbours()
     for by in others:
