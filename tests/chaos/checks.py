@@ -100,11 +100,12 @@ def check_memory(run: Swarm, life: Life) -> None:
     averager = life.averager
     kept = set(sorted(run_ledger(run).rounds)[-1:])
     shown = {(blob.kind, blob.number) for blob in life.endpoint.blobs}
-    included = {number for kind, number in shown if kind == "included"}
-    assert included <= set(sorted(run_ledger(run).rounds)[-2:]), "for auditors, until the next verdict but one"
-    assert {one for one in shown if one[0] != "included"} == {
+    audited = {number for kind, number in shown if kind in ("included", "committed")}
+    assert audited <= set(sorted(run_ledger(run).rounds)[-2:]), "for auditors and validators, for two rounds"
+    assert {one for one in shown if one[0] in ("result", "held")} == {
         (kind, number) for number in kept for kind in ("result", "held")
     }
+    assert {kind for kind, _ in shown} <= {"result", "held", "included", "committed"}
     assert set(averager._stores) == kept
     assert averager._exchange is None
     assert not averager.round_feedback.error_feedback.in_round
