@@ -371,7 +371,7 @@ class ScopeHandlers:
         async with service.lock:
             peer = self.scope.admission.require_member(channel.remote_key)
             if self.scope.membership.is_observer(peer) or not rounds.counts(peer) or rounds.model is None:
-                raise NotAdmitted("only members with a record of committed work show evidence")
+                raise NotAdmitted("only members with credit show evidence")
             stage = None if rounds.stage is None else rounds.stage.number
             facts = rounds.run, service.identity.public_key, rounds.model.layout, stage
         async with service.judging:  # one at a time; whoever repeats its last piece waits for the judgement

@@ -462,3 +462,22 @@ def test_one_newcomer_that_says_to_hold_the_newest_does_not_block_the_way_back()
     (back,) = returned(world)
     assert world.scope.anchor_version == version - 2, "nor is it believed what it says to keep"
     assert back.keepers == (peer_name(0), peer_name(1))
+
+
+def test_a_member_with_credit_that_comes_without_a_state_does_not_undo_what_newcomers_hold() -> None:
+    """It fetches their state, however long that takes."""
+    world = World(run_file(), 2)
+    play(world, CREDIT_ROUNDS + 1, 2)
+    come_back(world, 2)
+    play(world, CREDIT_ROUNDS + 2)
+    newcomer, former = world.workers[2], world.workers[0]
+    assert list(world.scope.membership.with_credit()) == [one.peer for one in world.workers[:2]]
+    world.leave(world.workers[1])
+    world.leave(former)
+    version = world.scope.anchor_version
+    newcomer.kept = (KeptState(anchor_version=version - 1, digest=world.history[version - 1][0]),)
+    world.join(former)  # on a new disk
+    wait(world, 10 * RETURN_S, 0, 2)
+    assert returned(world) == []
+    world.sync(former)
+    play(world, CREDIT_ROUNDS + 4, 3)
