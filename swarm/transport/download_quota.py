@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from shoal.swarm.errors import Busy
-from shoal.swarm.token_buckets import TokenBuckets
+from shoal.swarm.token_buckets import MAX_BUCKETS, TokenBuckets
 
 TRAINER_STATES, TRAINER_STATES_AN_HOUR = 3.0, 1.0
 """Of one member: its first download, and two that it had to begin again."""
@@ -25,7 +25,8 @@ GUEST_STATES, GUEST_STATES_AN_HOUR = 1.0, 1.0
 """Of one guest: who only looks at the run."""
 
 GUESTS_STATES, GUESTS_SHARE = 1.0, 0.05
-"""Of all guests together: one state at once, then this share of the uplink."""
+"""Of all guests together: one state at once, then this share of the uplink, or as much as one guest where that is not
+known yet."""
 
 MAX_GUESTS = 2
 """Guests that are served at the same time: most of a donor's places are for those who come to train."""
@@ -37,7 +38,8 @@ small run whose peers crash again and again goes on."""
 BEGIN_STATES = 1 / 16
 """A stream begins only with so much left: readers come back in a while, not for each chunk, and who has used up its
 quota does not make a donor write the state to its disk. Each quota has twice that on top, for digests, and chunks that
-are sent twice."""
+are sent twice. A reader that has used up its own quota begins again with a whole state: rounds go on, so it would have
+a part of each version and never one to its end."""
 
 _HOUR_S = 3600.0
 
@@ -61,13 +63,16 @@ class DownloadQuota:
         self._each_guest = _buckets(GUEST_STATES, GUEST_STATES_AN_HOUR)
         self._all_guests = _buckets(GUESTS_STATES, GUEST_STATES_AN_HOUR)
         self._served_guests = Counter[str]()
+        self._spent: set[str] = set()
+        """Readers that have used up their own quotas and have not begun again."""
 
     @contextmanager
     def place(self, reader: Reader, state_bytes: int, uplink_bps: float, now_s: float) -> Iterator[None]:
         """Hold a place while a stream is sent. Raises ``Busy`` where little quota is left, and for a guest when enough
         others are served."""
         self._know_uplink(state_bytes, uplink_bps)
-        self._refuse(reader, self._wait_s(reader, BEGIN_STATES, now_s))
+        self._refuse(reader, self._wait_s(reader, state_bytes, now_s))
+        self._spent.discard(reader.peer)
         if not reader.is_guest:
             yield
             return
@@ -84,22 +89,31 @@ class DownloadQuota:
     def take(self, reader: Reader, size_bytes: int, state_bytes: int, uplink_bps: float, now_s: float) -> None:
         """Count so many bytes. Raises ``Busy``, and counts nothing, where the quota is used up."""
         self._know_uplink(state_bytes, uplink_bps)
-        if any(buckets.is_in_debt(key, now_s) for buckets, key in self._of(reader)):
-            self._refuse(reader, self._wait_s(reader, BEGIN_STATES, now_s))
+        (own, peer), (shared, key) = self._of(reader)
+        if own.is_in_debt(peer, now_s):
+            if len(self._spent) >= MAX_BUCKETS:
+                self._spent.clear()
+            self._spent.add(peer)
+        if peer in self._spent or shared.is_in_debt(key, now_s):
+            self._refuse(reader, self._wait_s(reader, state_bytes, now_s))
         for buckets, key in self._of(reader):
             buckets.take(key, size_bytes / max(state_bytes, LEAST_STATE_BYTES), now_s)
 
     def _know_uplink(self, state_bytes: int, uplink_bps: float) -> None:
         share_per_s = GUESTS_SHARE * uplink_bps / 8 / max(state_bytes, LEAST_STATE_BYTES)
-        self._all_guests.per_s = max(share_per_s, GUEST_STATES_AN_HOUR / _HOUR_S)
+        self._all_guests.per_s = share_per_s or GUEST_STATES_AN_HOUR / _HOUR_S
 
-    def _of(self, reader: Reader) -> list[tuple[TokenBuckets[str], str]]:
+    def _of(self, reader: Reader) -> tuple[tuple[TokenBuckets[str], str], tuple[TokenBuckets[str], str]]:
+        """Return the reader's own quota and the one that it shares, with its key in each."""
         if reader.is_guest:
-            return [(self._each_guest, reader.peer), (self._all_guests, "")]
-        return [(self._trainers, reader.peer), (self._networks, reader.network)]
+            return (self._each_guest, reader.peer), (self._all_guests, "")
+        return (self._trainers, reader.peer), (self._networks, reader.network)
 
-    def _wait_s(self, reader: Reader, states: float, now_s: float) -> float:
-        return max(buckets.wait_s(key, states, now_s) for buckets, key in self._of(reader))
+    def _wait_s(self, reader: Reader, state_bytes: int, now_s: float) -> float:
+        (own, peer), (shared, key) = self._of(reader)
+        whole = min(1.0, state_bytes / LEAST_STATE_BYTES)
+        needed = max(BEGIN_STATES, whole) if peer in self._spent else BEGIN_STATES
+        return max(own.wait_s(peer, needed, now_s), shared.wait_s(key, BEGIN_STATES, now_s))
 
     def _refuse(self, reader: Reader, wait_s: float) -> None:
         """Raise ``Busy``, which says when there will be quota again, unless there is some."""
