@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec
+from shoal.compression.formats import CodecError
 from shoal.peer.member.memberships import Memberships
 from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, pack, unpack
@@ -398,7 +399,10 @@ class WorkRepeater:
         """Return the sketch of a tensor as it would arrive elsewhere: packed and unpacked."""
         if made is None:
             return b""
-        packed = self._context.staging.pack_result(made)
+        try:
+            packed = self._context.staging.pack_result(made)
+        except CodecError as error:
+            raise WireError(f"the result of what was sent cannot be packed: {error}") from error
         return _sketched(self._context.unpacked(packed, TensorHeader.of(made.tensor)), seed)
 
     def _member(self, channel: Channel) -> str:

@@ -582,6 +582,20 @@ def test_others_cannot_make_a_peer_compute_without_end() -> None:
     run_virtual(main())
 
 
+def test_work_that_overflows_when_it_is_computed_again_is_the_askers_fault() -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["a chain"]) as (coordinator, _, peers):
+            await whole_batch(peers, coordinator)
+            peers[A].repeats = lambda made: made * float("inf")
+            request = PeerToPeerRepeatWork(
+                round=ROUND, start=0, stop=2, stage=0, last=0, number=0, backward=False, seed=bytes(16)
+            )
+            with pytest.raises(WireError, match="cannot be packed"):
+                await peers[B].node.ask(A, request, PeerToPeerWorkRepeated, 10.0)
+
+    run_virtual(main())
+
+
 def test_without_checks_wrong_values_of_usual_size_are_used() -> None:
     async def main() -> None:
         async with pipeline(SPANS["three everywhere"]) as (coordinator, _, peers):
