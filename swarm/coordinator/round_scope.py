@@ -943,8 +943,8 @@ class RoundScope:
         Version 0 is made by the members, unless the run file determines it."""
         is_made = self.anchor_version == 0 and not self.is_beginning_written
         trainers = self.membership.trainers()
-        # Or one newcomer that only claims to hold it would keep everybody waiting for ever. Where nobody with credit has
-        # any state, there is none to go back to but newcomers' own.
+        # Or one newcomer that only claims to hold it would keep everybody waiting for ever. Where nobody with credit
+        # has any state, there is none to go back to but newcomers' own.
         asked = counting(trainers, [peer for peer, one in trainers.items() if one.states])
         return bool(not is_made and trainers and self.synced().keys().isdisjoint(asked))
 
