@@ -22,7 +22,7 @@ help:
 	@echo 'make test      run the tests                                             PYTEST_ARGS=…'
 	@echo 'make test-all  run the cases that `make test` leaves out                 PYTEST_ARGS=…'
 	@echo 'make soak      twelve peers that are killed and started for ten minutes  SOAK_ARGS=…'
-	@echo 'make chaos     faults at every step, of a pipeline and of members, 20 minutes     CHAOS_ARGS=…'
+	@echo 'make chaos     faults at every step, of a pipeline and of members, 40 minutes     CHAOS_ARGS=…'
 	@echo 'make check     lint, format check and types, of benchmarks and examples too'
 	@echo 'make docs      make the generated pages of docs/: run-file.md, events.md, the tree'
 	@echo 'make bench     run the benchmarks, results in benchmarks/results/        BENCHMARKS=… BENCH_ARGS=…'
@@ -38,17 +38,17 @@ demo: $(INSTALLED)
 # Tests with real processes come last, as many at a time as there are cores: they mostly wait. Exit code 5 of pytest:
 # PYTEST_ARGS chose no test of that kind.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n auto -m 'not integration and not slow' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n auto -m 'not integration and not matrix' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-all: $(INSTALLED)
-	@$(BIN)/python -m pytest -n auto -m 'slow and not integration' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and integration' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
 
 chaos: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto -m matrix tests/chaos $(CHAOS_ARGS)
 	$(BIN)/python -m pytest -n auto tests/chaos/pipeline_matrix.py tests/chaos/real/fault_matrix.py $(CHAOS_ARGS)
 
 docs: $(INSTALLED)

@@ -1,7 +1,8 @@
 """Settings of every test process: one thread, and property tests that no slow machine can fail.
 
 Tests are divided here, too. Of those that start real processes ``make test`` runs one case of each capability and of
-each kind of attack, of the fault matrices in memory a part of each; ``make test-all`` runs all others.
+each kind of attack, and ``make test-all`` all others; of the fault matrices in memory ``make test`` runs a part of
+each, and ``make chaos`` all others.
 """
 
 import os
@@ -78,7 +79,8 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow ones: besides, of a test with real processes and parameters, all cases but the first."""
+    """Mark the slow ones, besides of a test with real processes and parameters all cases but the first, and further
+    cases of fault matrices."""
     cases = Counter[tuple[Path, str]]()
     for item in items:
         case = item.path, getattr(item, "originalname", item.name)
@@ -89,4 +91,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if number or is_slow(item):
                 item.add_marker("slow")
         elif CHAOS in item.path.parts and item.path.stem in MATRICES and number % EVERY:
-            item.add_marker("slow")
+            item.add_marker("matrix")
