@@ -326,7 +326,8 @@ class Averager:
             kept = self._committed.pop(old)
             self._endpoint.retract(kept.blob)
             kept.close()
-        if is_in_mean and self._contribution is not None and self._client.run_file.audit.work_share:
+        is_wanted = self._client.run_file.audit.work_share and self._client.has_validators()
+        if is_in_mean and self._contribution is not None and is_wanted:
             grid = LeafGrid(self._elements, self._codec_map)
             kept = self._committed[number] = CommittedContribution(number, grid, self._client.is_validator)
             await in_thread(kept.keep, self._contribution, self.inclusions_folder)

@@ -506,6 +506,10 @@ class CoordinatorClient:
         """Whether a transport key is of a validator, all of which the host has authorised."""
         return any(one.role == "validator" and one.certificate.curve_key == curve_key for one in self._roster.values())
 
+    def has_validators(self) -> bool:
+        """Whether there is a validator, who may ask for contributions."""
+        return any(one.role == "validator" for one in self._roster.values())
+
     def sign_score(self, score: WorkScore) -> SignedScore:
         """Sign a score as this member's."""
         signature = self._identity.sign(score.signed_bytes)

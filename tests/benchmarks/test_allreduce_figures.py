@@ -41,7 +41,16 @@ def test_apart_every_codec_is_measured_twice() -> None:
 
     from allreduce import systems_of
 
-    options = Namespace(sizes=[100], codecs=["int8", "float32"], peers=4, rounds=1, beside=["gloo"], grid=0, apart=True)
+    options = Namespace(
+        sizes=[100],
+        codecs=["int8", "float32"],
+        peers=4,
+        rounds=1,
+        beside=["gloo"],
+        grid=0,
+        apart=True,
+        uncommitted=False,
+    )
     ((*ours, gloo),) = systems_of(options)
     assert [one.what for one in ours] == ["Shoal int8", "Shoal float32", "Shoal int8, apart", "Shoal float32, apart"]
     addresses = [{one.case.loopback_address(number) for number in range(4)} for one in ours]

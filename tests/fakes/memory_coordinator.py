@@ -13,6 +13,7 @@ from tests.fakes.virtual_clock import now_s
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.coordinator.events import JournalEvent, VerdictGiven
 from shoal.swarm.coordinator.journal import EPOCH_STEP, read_page
+from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours
 from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable, WireError
@@ -37,7 +38,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowVerdict,
 )
 from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.protocol.statements import check_ready, check_report
+from shoal.swarm.protocol.statements import RoundName, check_ready, check_report
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, RosterEntry
 from shoal.swarm.sample_ranges import to_wire
 
@@ -51,6 +52,17 @@ def identity(number: int) -> Identity:
 
 def curve_keys(number: int) -> CurveKeys:
     return CurveKeys.from_secret(bytes([1 + number % 200]) * 32)
+
+
+def name_as_stage(scope: RoundScope, stage: int) -> None:
+    """Name the rounds of a plain run as its members do, who have it in the scope of a stage."""
+
+    class Named(RoundScope):
+        @property
+        def name_of_round(self) -> RoundName:
+            return RoundName(self.run.hash, stage, self.round.number)
+
+    scope.__class__ = Named
 
 
 class MemoryCoordinator:
@@ -93,10 +105,13 @@ class MemoryCoordinator:
         """Add a scope with rounds of its own on the same channels; ``serve`` it, too."""
         other = self.scopes[scope] = MemoryCoordinator(run_toml)
         other.scope, other.scopes = scope, self.scopes
+        name_as_stage(other.machine.scope, scope - 1)
         return other
 
     def _start(self) -> None:
         self.machine = PlainRun(self.run, self.identity.sign, now_s(), self._epoch)
+        if self.scope:
+            name_as_stage(self.machine.scope, self.scope - 1)
         self.machine.log.replay(self.machine.scope, list(self.events), now_s())
 
     def restart(self) -> None:

@@ -28,6 +28,7 @@ from shoal.swarm.protocol.types import (
     SampleRange,
     TensorSpec,
 )
+from shoal.swarm.protocol.work_scores import SignedScore, WorkScore
 
 ABORTED = VERDICT.model_copy(update={"committed": False, "reason": "1 of 2 parts arrived nowhere", "loss": None})
 
@@ -91,6 +92,14 @@ EVENTS: dict[str, ev.JournalEvent] = {
     "SamplesReleased": ev.SamplesReleased(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),)),
     "PipelineSnapshot": pipeline_snapshot(),
     "EpochsCovered": ev.EpochsCovered(first=3, stop=4, samples=51_200, lost=64, undone=0),
+    "WorkScored": ev.WorkScored(
+        by=PEERS[1],
+        signed=SignedScore(
+            score=WorkScore(round=3, chain=bytes(32), peer=PEERS[0], finding="harms"),
+            validator_key=bytes(32),
+            signature=bytes(64),
+        ),
+    ),
     "LossRose": ev.LossRose(round=3, loss=31_138.0, usual=3.0),
 }
 

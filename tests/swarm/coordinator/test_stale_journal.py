@@ -73,7 +73,9 @@ def test_a_journal_that_lacks_more_is_too_old(lacks_plan: bool) -> None:
 
 def test_an_aborted_round_needs_no_plan() -> None:
     plan = max(number for number in range(GIVEN[3]) if isinstance(EVENTS[number], RoundPlanned))
-    aborted = forged(SIGNER, verdict(3), committed=False, reason="so", digests=(), tokens=0, anchor_version=3)
+    aborted = forged(
+        SIGNER, verdict(3), committed=False, reason="so", digests=(), makers=(), tokens=0, anchor_version=3
+    )
     old = machine(EVENTS[:plan])
     assert old.scope.take_over(aborted, 0.0)
     assert (old.scope.round.number, old.scope.anchor_version, old.scope.rounds_aborted) == (4, 3, 1)
