@@ -246,7 +246,8 @@ class Averager:
             self._endpoint, store, client.peer, feedback, contribution, deadlines, client.was_away, prefetch
         )
         share, number = client.run_file.audit.share, store.plan.round
-        if share and not store.plan.columns:  # in a grid, means are made of partial sums that nobody has signed
+        # In a grid, means are made of partial sums that nobody has signed; alone, there is no auditor.
+        if share and not store.plan.columns and len(store.plan.members) > 1:
             if number not in self._inclusions:
                 self._drop_old_inclusions()
                 self._inclusions[number] = Inclusions(store, share, self.inclusions_folder)
