@@ -199,8 +199,8 @@ def arm_exchange(process: Process) -> None:
         if store.has(store.plan.parts[0]):
             process.orders.mark(f"{store.plan.round}-{process.me}")
 
-    async def stream(plane: Any, link: Any, outgoing: Any, ask: Any, source: Any) -> None:
-        await send_chunks(plane, link, outgoing, ask, Watched(process, ask.blob, link.remote_key, source))
+    async def stream(plane: Any, link: Any, outgoing: Any, ask: Any, source: Any, *rest: Any) -> None:
+        await send_chunks(plane, link, outgoing, ask, Watched(process, ask.blob, link.remote_key, source), *rest)
 
     AllReduce.__init__ = entered  # type: ignore[method-assign]
     AllReduce.run = ran  # type: ignore[method-assign]
