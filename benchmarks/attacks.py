@@ -1,8 +1,8 @@
-"""What attackers do to a run: held-out loss at equal honest tokens, beside the honest members alone.
+"""Held-out loss of runs under attack, at as many honest tokens, beside that of the honest members alone.
 
 Real plans, exchanges, codecs and verdicts in one process, on the in-memory network and virtual clock of the tests.
 Honest members train a small gpt on the standard library's text. All join before the first round, so attackers are no
-newcomers among members with a record: the worst case for rules that count past work.
+newcomers among members with credit: the worst case for rules that count past work.
 """
 
 from __future__ import annotations

@@ -70,6 +70,16 @@ class StageShapes:
             raise WireError(f"the targets are not those of any samples: {error}") from error
 
 
+def sender_of(node: Node, channel: Channel, *, is_open: bool) -> str:
+    """Return the member at the other end. Raises ``NotAdmitted`` for others, and ``Busy`` when this peer is leaving."""
+    if not is_open:
+        raise Busy("this peer is leaving these stages")
+    peer = node.peer_with(channel.remote_key)
+    if peer is None:
+        raise NotAdmitted("only members of the run may send to its pipeline")
+    return peer
+
+
 class StageMailbox:
     """Handlers of tensor offers and notes from other peers of the pipeline.
 
@@ -154,9 +164,4 @@ class StageMailbox:
         return Acknowledged()
 
     def _member(self, channel: Channel) -> str:
-        if not self._is_open:
-            raise Busy("this peer is leaving these stages")
-        peer = self._node.peer_with(channel.remote_key)
-        if peer is None:
-            raise NotAdmitted("only members of the run may send to its pipeline")
-        return peer
+        return sender_of(self._node, channel, is_open=self._is_open)

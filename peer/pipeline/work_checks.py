@@ -24,13 +24,13 @@ from torch import Tensor
 from shoal.compression.codec import Codec
 from shoal.compression.formats import CodecError
 from shoal.peer.member.memberships import Memberships
-from shoal.peer.pipeline.mailbox import StageShapes
+from shoal.peer.pipeline.mailbox import StageShapes, sender_of
 from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, pack, unpack
 from shoal.peer.pipeline.tensor_store import TensorStore
 from shoal.peer.pipeline.training import RepeatedTensors, RepeatTask
 from shoal.peer.pipeline.view_watch import holders, is_held
 from shoal.swarm.aio import in_thread
-from shoal.swarm.errors import Busy, LinkError, NotAdmitted, StaleWork, WireError
+from shoal.swarm.errors import Busy, LinkError, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import Fetch, MicroBatch
 from shoal.swarm.pipeline.engine.engine import StageSpan
 from shoal.swarm.pipeline.engine.work_checks import SEED_BYTES, Result, Values, rule, sketch
@@ -406,12 +406,7 @@ class WorkRepeater:
         return _sketched(self._context.unpacked(packed, TensorHeader.of(made.tensor)), seed)
 
     def _member(self, channel: Channel) -> str:
-        if not self._is_open:
-            raise Busy("this peer is leaving these stages")
-        peer = self._node.peer_with(channel.remote_key)
-        if peer is None:
-            raise NotAdmitted("only members of the run may send to its pipeline")
-        return peer
+        return sender_of(self._node, channel, is_open=self._is_open)
 
 
 def _sketched(tensor: Tensor, seed: bytes) -> bytes:

@@ -4,11 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.attacks.trusted import ROUND_S, committed_with, wait_for_credit
-from tests.integration.harness import ROUNDS_S, Swarm, eventually, finish, run_toml
-
-from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.protocol.rounds import Verdict
+from tests.attacks.trusted import ROUND_S, wait_for_credit, wait_for_rounds_since
+from tests.integration.harness import Swarm, finish, run_toml
 
 pytestmark = pytest.mark.integration
 
@@ -23,13 +20,7 @@ def test_no_owner_takes_other_bytes_than_were_committed_to(swarm: Swarm) -> None
     liar = swarm.member(host.invite, "liar", EQUIVOCATING)
     peer = liar.peer
 
-    def look() -> list[Verdict] | None:
-        verdicts = [one.verdict for one in host.journal_events() if isinstance(one, VerdictGiven)]
-        planned = committed_with(host, peer)
-        since = [one for one in verdicts if planned and one.round >= planned[0].round]
-        return since if len(since) >= 2 + AFTER else None
-
-    rounds = eventually("some rounds after its first", look, ROUNDS_S, host.tail)
+    rounds = wait_for_rounds_since(host, peer, 2 + AFTER)
     with_it = [peer in [member.peer for member in one.plan.members] if one.plan else False for one in rounds]
     assert with_it[:2] == [True, True]
     assert sum(with_it[2:]) <= 1, "left out like one that never delivers"

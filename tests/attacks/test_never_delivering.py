@@ -5,11 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.attacks.trusted import ROUND_S, committed_with, wait_for_credit
-from tests.integration.harness import ROUNDS_S, Swarm, eventually, finish, run_toml
-
-from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.protocol.rounds import Verdict
+from tests.attacks.trusted import ROUND_S, wait_for_credit, wait_for_rounds_since
+from tests.integration.harness import Swarm, finish, run_toml
 
 pytestmark = pytest.mark.integration
 
@@ -26,13 +23,7 @@ def test_nobody_waits_for_it_for_ever(swarm: Swarm) -> None:
     liar = swarm.member(host.invite, "liar", WITHHOLDING)
     peer = liar.peer
 
-    def look() -> list[Verdict] | None:
-        verdicts = [one.verdict for one in host.journal_events() if isinstance(one, VerdictGiven)]
-        planned = committed_with(host, peer)
-        since = [one for one in verdicts if planned and one.round >= planned[0].round]
-        return since if len(since) >= 2 + AFTER else None
-
-    rounds = eventually("some rounds after its first", look, ROUNDS_S, host.tail)
+    rounds = wait_for_rounds_since(host, peer, 2 + AFTER)
     took_s = [after.ended_s - before.ended_s for before, after in itertools.pairwise(rounds)]
     with_it = [peer in [member.peer for member in one.plan.members] if one.plan else False for one in rounds]
     print([f"{seconds:.1f} s{' with it' if one else ''}" for seconds, one in zip(took_s, with_it[1:], strict=True)])

@@ -34,3 +34,15 @@ def wait_for_rounds(host: Host, member: Member, rounds: int) -> list[Verdict]:
 def wait_for_credit(host: Host, members: Sequence[Member]) -> None:
     for member in members:
         wait_for_rounds(host, member, CREDIT_ROUNDS)
+
+
+def wait_for_rounds_since(host: Host, peer: str, rounds: int) -> list[Verdict]:
+    """Wait for so many rounds from the first committed one with this peer's work on; return all since."""
+
+    def look() -> list[Verdict] | None:
+        verdicts = [one.verdict for one in host.journal_events() if isinstance(one, VerdictGiven)]
+        planned = committed_with(host, peer)
+        since = [one for one in verdicts if planned and one.round >= planned[0].round]
+        return since if len(since) >= rounds else None
+
+    return eventually("some rounds after its first", look, ROUNDS_S, host.tail)
