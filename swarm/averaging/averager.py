@@ -330,8 +330,10 @@ class Averager:
         is_wanted = self._client.run_file.audit.work_share and self._client.has_validators()
         if is_in_mean and self._contribution is not None and is_wanted:
             grid = LeafGrid(self._elements, self._codec_map)
-            kept = self._committed[number] = CommittedContribution(number, grid, self._client.is_validator)
-            await in_thread(kept.keep, self._contribution, self.inclusions_folder)
+            kept = self._committed[number] = CommittedContribution(
+                number, grid, self._client.is_validator, self.inclusions_folder
+            )
+            await in_thread(kept.keep, self._contribution)
             self._endpoint.publish(kept.blob, kept)
 
     async def _committed_mean(self, verdict: Verdict) -> RoundMean:

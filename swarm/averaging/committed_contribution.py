@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import tempfile
-import threading
 from collections.abc import Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 
 from torch import Tensor
@@ -23,14 +21,12 @@ from shoal.swarm.averaging.buffer_pool import BufferPool
 from shoal.swarm.averaging.chunk_streams import StreamMeter, receive_chunks
 from shoal.swarm.averaging.contribution import EncodedContribution
 from shoal.swarm.averaging.leaf_grid import LeafGrid
+from shoal.swarm.averaging.spooled_chunks import SpooledChunks
 from shoal.swarm.errors import BlobUnavailable, Busy, DeadlineExceeded, WireError
 from shoal.swarm.protocol.types import Blob
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
-
-_MEMORY_BYTES = 2**24
-"""Bytes of a contribution that is kept in memory; a larger one goes to a file."""
 
 _READERS = 2
 """Validators that are served at once."""
@@ -44,44 +40,29 @@ def committed_blob(round_number: int) -> Blob:
 class CommittedContribution:
     """Our contribution to a committed round, as validators may read it (a ``CountedSource``)."""
 
-    def __init__(self, round_number: int, grid: LeafGrid, may_read: Callable[[bytes], bool]) -> None:
-        """``may_read``: whether the transport key is that of a validator."""
+    def __init__(
+        self, round_number: int, grid: LeafGrid, may_read: Callable[[bytes], bool], folder: Path | None
+    ) -> None:
+        """``may_read``: whether the transport key is that of a validator. ``folder``: for the file."""
         self.blob = committed_blob(round_number)
         self.chunks = grid.leaves
         self._grid = grid
         self._may_read = may_read
         self._reading: set[bytes] = set()
-        self._file: tempfile.SpooledTemporaryFile[bytes] | None = None
-        self._starts: list[int] = []
-        self._lock = threading.Lock()
+        self._kept = SpooledChunks(folder)
 
-    def keep(self, contribution: EncodedContribution, folder: Path | None) -> None:
-        """Copy all leaves. For a worker thread; never raises. ``folder``: for the file, by default the machine's folder
-        for temporary files."""
+    def keep(self, contribution: EncodedContribution) -> None:
+        """Copy all leaves. For a worker thread; never raises."""
         buffers = BufferPool()
-        with self._lock:
-            place = None if folder is None else str(folder)
-            self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES, dir=place)  # noqa: SIM115
-            try:
-                if folder is not None:
-                    folder.mkdir(parents=True, exist_ok=True)
-                for leaf in range(self.chunks):
-                    self._starts.append(self._file.tell())
-                    self._file.write(contribution.chunk(*self._grid.bounds(leaf), buffers))
-                self._starts.append(self._file.tell())
-            except OSError as error:
-                log.warning("this contribution cannot be kept, so validators cannot score it: %s", error)
-                self._drop()
+        try:
+            for leaf in range(self.chunks):
+                self._kept.put(leaf, contribution.chunk(*self._grid.bounds(leaf), buffers))
+        except OSError as error:
+            log.warning("this contribution cannot be kept, so validators cannot score it: %s", error)
 
     def close(self) -> None:
         """Drop it."""
-        with self._lock:
-            self._drop()
-
-    def _drop(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # of a full disk, when the file is closed, once more
-                self._file.close()
+        self._kept.close()
 
     def begin_reading(self, reader: bytes) -> None:
         """Count a validator's stream. Raises ``Busy``, and ``BlobUnavailable`` for others than validators."""
@@ -97,17 +78,7 @@ class CommittedContribution:
 
     async def chunk(self, index: int) -> memoryview:
         """Return a leaf with its path. Raises ``BlobUnavailable`` once it is dropped."""
-        return await in_thread(self._read, index)
-
-    def _read(self, leaf: int) -> memoryview:
-        with self._lock:
-            if self._file is None or self._file.closed:
-                raise BlobUnavailable("that contribution is not kept any more")
-            try:
-                self._file.seek(self._starts[leaf])
-                return memoryview(self._file.read(self._starts[leaf + 1] - self._starts[leaf]))
-            except OSError as error:
-                raise BlobUnavailable("that contribution cannot be read") from error
+        return await in_thread(self._kept.get, index)
 
 
 async def fetch_contribution(

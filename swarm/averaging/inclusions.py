@@ -7,21 +7,16 @@ contribution has, on the disk when that is much.
 from __future__ import annotations
 
 import logging
-import tempfile
-import threading
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.spooled_chunks import SpooledChunks
 from shoal.swarm.errors import BlobUnavailable, Busy
 from shoal.swarm.protocol.types import Blob
 
 log = logging.getLogger(__name__)
-
-_MEMORY_BYTES = 2**24
-"""Bytes of a round that are kept in memory; with more, all of them go to a file."""
 
 _SLACK = 4
 """Factor on the streams that an auditor opens on average in a round, after which it is refused; at least so many."""
@@ -49,37 +44,18 @@ class Inclusions:
         self._most_streams = _SLACK * max(1.0, audits_a_round(share, self.members, store.chunks))
         self._streams: Counter[bytes] = Counter()
         self._reading: set[bytes] = set()
-        self._places: dict[int, tuple[int, int]] = {}
-        self._folder = folder
-        self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES, dir=str(folder) if folder else None)  # noqa: SIM115
-        self._size = 0
-        self._lock = threading.Lock()
+        self._kept = SpooledChunks(folder)
 
     def keep(self, chunk: int, member: int, data: memoryview) -> None:
         """Keep a contribution's chunk with its path. For a worker thread; never raises."""
-        with self._lock:
-            if self._file.closed:
-                return
-            try:
-                if self._folder is not None and not self._size:
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                self._file.seek(self._size)
-                self._file.write(data)
-            except OSError as error:
-                log.warning("the contributions in our means cannot be kept, so nobody can audit them: %s", error)
-                self._drop()
-                return
-            self._places[chunk * self.members + member] = self._size, data.nbytes
-            self._size += data.nbytes
+        try:
+            self._kept.put(chunk * self.members + member, data)
+        except OSError as error:
+            log.warning("the contributions in our means cannot be kept, so nobody can audit them: %s", error)
 
     def close(self) -> None:
         """Drop everything."""
-        with self._lock:
-            self._drop()
-
-    def _drop(self) -> None:
-        with suppress(OSError):  # of a full disk: what could not be written yet is written when the file is closed
-            self._file.close()
+        self._kept.close()
 
     # A source for auditors ----------------------------------------------------------------------------------
 
@@ -101,15 +77,4 @@ class Inclusions:
 
     async def chunk(self, index: int) -> memoryview:
         """Return a contribution's chunk with its path, or nothing. Raises ``BlobUnavailable`` once it is dropped."""
-        return await in_thread(self._read, index)
-
-    def _read(self, index: int) -> memoryview:
-        with self._lock:
-            if self._file.closed:
-                raise BlobUnavailable("the contributions to that round are not kept any more")
-            start, size = self._places.get(index, (0, 0))
-            try:
-                self._file.seek(start)
-                return memoryview(self._file.read(size))
-            except OSError as error:
-                raise BlobUnavailable("the contributions to that round cannot be read") from error
+        return await in_thread(self._kept.get, index)

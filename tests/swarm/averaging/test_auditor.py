@@ -15,7 +15,7 @@ from tests.fakes.memory_network import Step
 from tests.fakes.swarm import SimMember, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.swarm.averaging import inclusions
+from shoal.swarm.averaging import spooled_chunks
 from shoal.swarm.averaging.auditor import Auditor, ChosenChunk, choose, unsigned_owners
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.chunk_judge import judge
@@ -218,7 +218,7 @@ def test_dropped_results_end_no_auditor() -> None:
 
 @pytest.mark.parametrize("memory_bytes", [2**24, 1000], ids=["in memory", "in a file"])
 def test_an_owner_keeps_what_it_included(memory_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inclusions, "_MEMORY_BYTES", memory_bytes)
+    monkeypatch.setattr(spooled_chunks, "_MEMORY_BYTES", memory_bytes)
 
     async def main() -> None:
         done = await committed_round()
@@ -239,7 +239,7 @@ def test_an_owner_keeps_what_it_included(memory_bytes: int, tmp_path: Path, monk
 
 
 def test_a_full_disk_stops_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inclusions, "_MEMORY_BYTES", 10)
+    monkeypatch.setattr(spooled_chunks, "_MEMORY_BYTES", 10)
     (tmp_path / "serving").write_text("a file where the folder should be")
 
     async def main() -> None:
@@ -254,7 +254,7 @@ def test_a_full_disk_stops_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_disk_that_becomes_full_stops_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing the file tries once more to write what did not fit."""
-    monkeypatch.setattr(inclusions, "_MEMORY_BYTES", 10)
+    monkeypatch.setattr(spooled_chunks, "_MEMORY_BYTES", 10)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     async def main() -> None:

@@ -9,7 +9,7 @@ from tests.fakes.memory_network import MemoryNetwork, changed, dripping
 from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.swarm.averaging.test_contribution import ELEMENTS, begun
 
-from shoal.swarm.averaging import committed_contribution
+from shoal.swarm.averaging import spooled_chunks
 from shoal.swarm.averaging.committed_contribution import CommittedContribution, fetch_contribution
 from shoal.swarm.errors import BlobUnavailable, Busy, DeadlineExceeded, WireError
 
@@ -24,8 +24,8 @@ def may_read(reader: bytes) -> bool:
 async def kept(folder: Path | None = None) -> tuple[MemoryNetwork, CommittedContribution, bytes, torch.Tensor]:
     """A member that offers its contribution to round 5; its root and values."""
     contribution, grid, feedback, buffers = await begun()
-    source = CommittedContribution(5, grid, may_read)
-    source.keep(contribution, folder)
+    source = CommittedContribution(5, grid, may_read, folder)
+    source.keep(contribution)
     values = torch.empty(ELEMENTS)
     for leaf in range(grid.leaves):
         start, stop = grid.bounds(leaf)
@@ -47,7 +47,7 @@ async def fetched(network: MemoryNetwork, source: CommittedContribution, root: b
 
 @pytest.mark.parametrize("in_file", [False, True])
 def test_a_validator_gets_what_was_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_file: bool) -> None:
-    monkeypatch.setattr(committed_contribution, "_MEMORY_BYTES", 1 if in_file else 2**24)
+    monkeypatch.setattr(spooled_chunks, "_MEMORY_BYTES", 1 if in_file else 2**24)
 
     async def main() -> None:
         folder = tmp_path / "not there yet"
@@ -113,7 +113,7 @@ def test_a_member_that_shows_it_leaf_by_leaf_holds_no_validator_up() -> None:
 
 
 def test_a_contribution_that_cannot_be_kept_costs_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(committed_contribution, "_MEMORY_BYTES", 1)
+    monkeypatch.setattr(spooled_chunks, "_MEMORY_BYTES", 1)
 
     async def main() -> None:
         (tmp_path / "a file").touch()
