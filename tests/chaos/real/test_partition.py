@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.chaos.real.namespaces import NoNamespaces, Wire
+from tests.chaos.real.namespaces import Wire
 from tests.integration.harness import (
     CALM,
     ROUNDS_S,
@@ -16,6 +16,7 @@ from tests.integration.harness import (
     finish,
     run_toml,
 )
+from tests.integration.namespaces import NoNamespaces
 
 pytestmark = pytest.mark.integration
 
