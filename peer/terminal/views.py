@@ -4,6 +4,7 @@ Values in, renderables out."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -370,9 +371,17 @@ def _coverage_rows(coverage: Sequence[Coverage]) -> list[tuple[str, RenderableTy
     return [*(("epoch", one) for one in open_ones), ("epoch", done)]
 
 
+def _path_text(member: MemberStatus) -> str:
+    """Say how others meet a member that they cannot dial."""
+    kinds = Counter(path.kind for path in member.paths)
+    if kinds:
+        return f" ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})"
+    return " (relayed)" if member.relayed else " (unreachable)"
+
+
 def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType]:
     synced = Text("✓", style="green") if member.synced else Text("–", style="yellow")
-    where = f" ({printable(member.left)})" if member.left else "" if member.reachable else " (unreachable)"
+    where = f" ({printable(member.left)})" if member.left else "" if member.reachable else _path_text(member)
     doing = printable(member.activity) + where
     return [
         Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim"), **_ONE_LINE),

@@ -18,6 +18,7 @@ from shoal.swarm.coordinator.events import (
     MemberJoined,
     MemberKicked,
     MemberLost,
+    MemberMoved,
     PeerBanned,
     ProcessBanned,
 )
@@ -269,6 +270,12 @@ class Admission:
                 "try again in a few minutes"
             )
         return evicted
+
+    def move(self, peer: str, entry: RosterEntry) -> None:
+        """Take over how a live member is reached."""
+        before = self._scope.membership.members[peer].entry
+        if (before.addresses, before.reachable) != (entry.addresses, entry.reachable):
+            self._scope.record(MemberMoved(peer=peer, addresses=entry.addresses, reachable=entry.reachable))
 
     def leave(self, peer: str, reason: str, now_s: float, trouble: str = "") -> None:
         self._log.now_s = now_s

@@ -12,6 +12,7 @@ from shoal.swarm.coordinator.events import (
     LeaseGranted,
     MemberJoined,
     MemberLost,
+    MemberMoved,
     SamplesClaimed,
     SamplesDriven,
     WorkScored,
@@ -58,7 +59,7 @@ class EventLog:
         match event:
             case MemberJoined(entry=entry):
                 is_kept = entry.role != "observer"
-            case MemberLost(peer=peer):
+            case MemberLost(peer=peer) | MemberMoved(peer=peer):
                 is_kept = not scope.membership.is_observer(peer)
             case _:
                 is_kept = True

@@ -14,6 +14,7 @@ from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.rounds import RoundPlan, StateAgreement, Verdict
 from shoal.swarm.protocol.types import (
     MAX_MEMBERS,
+    Addresses,
     Capability,
     Count,
     DeviceInfo,
@@ -77,6 +78,14 @@ class MemberLost(JournalEvent):
     peer: PeerId
     reason: Text
     trouble: Trouble = ""
+
+
+class MemberMoved(JournalEvent):
+    """A member is reached in other ways than before; ``reachable`` as in its entry of the roster."""
+
+    peer: PeerId
+    addresses: Addresses
+    reachable: bool
 
 
 class LeaseGranted(JournalEvent):

@@ -13,6 +13,7 @@ from shoal.swarm.coordinator.events import (
     MemberJoined,
     MemberKept,
     MemberLost,
+    MemberMoved,
     PeerBanned,
     WorkStanding,
 )
@@ -20,10 +21,12 @@ from shoal.swarm.coordinator.trust import counting, forfeit_credit, weightiest
 from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.types import (
     MAX_MEMBERS,
+    MAX_TOLD_PATHS,
     DeviceInfo,
     Headway,
     KeptState,
     MemberStatus,
+    PathReport,
     Role,
     RosterDelta,
     RosterEntry,
@@ -124,6 +127,7 @@ class Member:
     kept: tuple[KeptState, ...] = ()
     headway: Headway = field(default_factory=Headway)
     diverged: KeptState | None = None
+    paths: tuple[PathReport, ...] = ()
 
     def __post_init__(self) -> None:
         self.worked_s = self.progress_s = self.heard_s
@@ -243,6 +247,13 @@ class Membership:
         self.roster_version += 1
         self._changes.append((self.roster_version, peer))
 
+    def move(self, event: MemberMoved) -> None:
+        """Change the ways in which a member is reached."""
+        member = self.members[event.peer]
+        ways = {"addresses": event.addresses, "reachable": event.reachable}
+        member.entry = member.entry.model_copy(update=ways)
+        self._note_change(event.peer)
+
     def lose(self, event: MemberLost) -> None:
         self._note_change(event.peer)
         member = self.members[event.peer]
@@ -305,6 +316,7 @@ class Membership:
             "kept",
             "headway",
             "diverged",
+            "paths",
         ):
             setattr(member, name, getattr(heartbeat, name))
         member.claimed_bps = heartbeat.bandwidth_bps
@@ -470,6 +482,8 @@ class Membership:
                 alive=member.alive,
                 synced=peer in synced,
                 reachable=member.entry.reachable,
+                relayed=bool(member.entry.relays),
+                paths=member.paths[:MAX_TOLD_PATHS],
                 tokens_per_s=member.tokens_per_s,
                 tokens_committed=member.tokens_committed,
                 share=member.tokens_committed / total if total else 0.0,

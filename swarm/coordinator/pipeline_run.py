@@ -149,12 +149,14 @@ class PipelineRun:
     # Events ---------------------------------------------------------------------------------------------
 
     def record(self, event: ev.JournalEvent) -> None:
-        """Decide: the event changes the state, and goes to the journal. Whoever leaves the run leaves its stages."""
+        """Decide: the event changes the state, and goes to the journal. Whoever leaves the run leaves its stages,
+        and is reached in its stages as in the run."""
         self.log.record(self, event)
-        if isinstance(event, ev.MemberJoined | ev.MemberLost):
+        if isinstance(event, ev.MemberJoined | ev.MemberLost | ev.MemberMoved):
             self._is_plan_due = True
         if isinstance(event, ev.MemberLost):
             self._drove_s.pop(event.peer, None)
+        if isinstance(event, ev.MemberLost | ev.MemberMoved):
             for scope in self.scopes:
                 member = scope.membership.members.get(event.peer)
                 if member is not None and member.alive:
@@ -192,6 +194,8 @@ class PipelineRun:
                     self.rests.pop(entry.peer, None)  # a new process may do better
                 self.membership.join(event, self.log.now_s, self.anchor_version)
                 self.admission.access_list.apply(event)
+            case ev.MemberMoved():
+                self.membership.move(event)
             case ev.MemberLost():
                 self.membership.lose(event)
                 for peer in self.membership.forget_strangers(self._left_traces):

@@ -229,6 +229,8 @@ class RoundScope:
             case ev.MemberJoined():
                 self.membership.join(event, self.log.now_s, self.anchor_version)
                 self.admission.access_list.apply(event)
+            case ev.MemberMoved():
+                self.membership.move(event)
             case ev.ModelDescribed():
                 self.model, self.elements = event.model, event.model.elements
                 if self.anchor_version == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,16 +23,19 @@ from shoal.swarm.coordinator.placement import Planner, planner_of
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours, stale_journal_error
-from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, StorageError, UnknownRun
+from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, StorageError, TryLater, UnknownRun
 from shoal.swarm.protocol.addresses import may_name, network_of, plain_host
 from shoal.swarm.protocol.identity import Identity, verify_certificate
 from shoal.swarm.protocol.messages import (
     Acknowledged,
+    CoordinatorToPeerAddresses,
     CoordinatorToPeerClaimed,
+    CoordinatorToPeerDial,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
     CoordinatorToPeerReceipt,
+    CoordinatorToPeerRelays,
     CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
@@ -42,6 +45,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorClaim,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorDrive,
+    PeerToCoordinatorGetRelays,
     PeerToCoordinatorGetRun,
     PeerToCoordinatorGetStatus,
     PeerToCoordinatorGetVerdicts,
@@ -50,21 +54,25 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
     PeerToCoordinatorRelease,
+    PeerToCoordinatorRequestDial,
     PeerToCoordinatorRequestLease,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     PeerToCoordinatorScoreWork,
+    PeerToCoordinatorShowAddresses,
     PeerToCoordinatorShowCapability,
     PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
     PeerToPeerPing,
     PeerToPeerPong,
 )
+from shoal.swarm.protocol.paths import PASS_S, SignedRelay, make_pass
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.statements import check_ready, check_report
-from shoal.swarm.protocol.types import Address, Message, RosterEntry, TensorSpec
+from shoal.swarm.protocol.types import Address, Message, Role, RosterEntry, TensorSpec
 from shoal.swarm.sample_ranges import Ranges, to_wire
+from shoal.swarm.token_buckets import TokenBuckets
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.node import Node
 
@@ -111,7 +119,12 @@ class ScopeHandlers:
             PeerToCoordinatorGetVerdicts: self._history,
         }
         if not self.scope.number:
-            answers[HostToCoordinatorCommand] = self._host_command
+            answers |= {
+                HostToCoordinatorCommand: self._host_command,
+                PeerToCoordinatorGetRelays: self._relays,
+                PeerToCoordinatorShowAddresses: self._show_addresses,
+                PeerToCoordinatorRequestDial: self._request_dial,
+            }
         if self.rounds is None:
             return answers | {
                 PeerToCoordinatorShowCapability: self._capability,
@@ -213,7 +226,7 @@ class ScopeHandlers:
                 certificate=message.certificate,
                 name=message.name,
                 role=message.role,
-                addresses=_addresses_of(channel, message),
+                addresses=_addresses_of(channel, message.addresses, message.role, await self.service.relays()),
                 reachable=False,
             )
             entry = entry.model_copy(update={"reachable": await self._is_reachable(entry)})
@@ -306,6 +319,47 @@ class ScopeHandlers:
         peer = self.scope.admission.require_member(channel.remote_key)
         is_guest = self.scope.membership.is_observer(peer)
         return await self.service.history.page(peer, message.first, self.scope.number or None, is_guest=is_guest)
+
+    # Paths --------------------------------------------------------------------------------------------------
+
+    async def _relays(self, channel: Channel, message: Message) -> Message:
+        """Name the run's relays, and make a pass for a member that wants to use them."""
+        peer = self.scope.admission.require_member(channel.remote_key)
+        self.service.path_requests.check(peer, 1)
+        relays = await self.service.relays()
+        identity, member = self.service.identity, self.scope.membership.members[peer]
+        member_key = member.entry.certificate.identity_key
+        run_hash, expires_s = self.scope.run.hash, int(time.time()) + PASS_S
+        relay_pass = make_pass(identity.sign, identity.public_key, run_hash, member_key, expires_s)
+        return CoordinatorToPeerRelays(relays=relays, relay_pass=relay_pass)
+
+    async def _show_addresses(self, channel: Channel, message: Message) -> Message:
+        """Take over how a member is reached from now on; new addresses that can be dialed are tried."""
+        assert isinstance(message, PeerToCoordinatorShowAddresses)
+        peer = self.scope.admission.require_member(channel.remote_key)
+        self.service.path_requests.check(peer, 4)
+        entry = self.scope.membership.members[peer].entry
+        relays = await self.service.relays()
+        addresses = _addresses_of(channel, message.addresses, entry.role, relays)
+        moved = entry.model_copy(update={"addresses": addresses})
+        if moved.address != entry.address:
+            moved = moved.model_copy(update={"reachable": await self._is_reachable(moved)})
+        async with self._request(channel):
+            self.scope.admission.move(peer, moved)
+        return CoordinatorToPeerAddresses(reachable=moved.reachable)
+
+    async def _request_dial(self, channel: Channel, message: Message) -> Message:
+        """Ask a member that cannot be reached to dial one that can."""
+        assert isinstance(message, PeerToCoordinatorRequestDial)
+        peer = self.scope.admission.require_member(channel.remote_key)
+        self.service.path_requests.check(peer, 1)
+        asked = self.scope.membership.members.get(message.peer)
+        if asked is None or not asked.alive or not self.scope.membership.members[peer].entry.reachable:
+            raise NotAdmitted("only a member that can be reached may ask to be dialed, and only by another member")
+        to = self.service.node.control.incoming(asked.entry.certificate.curve_key)
+        if to is not None:
+            await self.service.notify(to, CoordinatorToPeerDial(peer=peer), 0)
+        return Acknowledged()
 
     async def _host_command(self, channel: Channel, message: Message) -> Message:
         """Carry out a command of the host; what it changes is journaled before the answer."""
@@ -469,6 +523,24 @@ class ScopeHandlers:
             return self.pipeline.drive(peer, message, time.monotonic())
 
 
+class PathRequests:
+    """Limit of each member's requests about paths: they make others dial, and change the roster."""
+
+    _PER_S, _BURST = 2.0, 64.0
+
+    def __init__(self) -> None:
+        self._buckets = TokenBuckets[str](self._PER_S, self._BURST)
+
+    def check(self, peer: str, tokens: float) -> None:
+        """Count a request. Raises ``TryLater`` if there were too many."""
+        if not self._buckets.take(peer, tokens, time.monotonic()):
+            raise TryLater("too many requests about addresses and relays: try again in a minute")
+
+
+async def _no_relays() -> tuple[SignedRelay, ...]:
+    return ()
+
+
 # The program ------------------------------------------------------------------------------------------------
 
 _TICK_S = 0.1
@@ -501,6 +573,9 @@ class CoordinatorService:
         self.run = replayed(run, identity.sign, journal, time.monotonic(), epoch)
         self.scope: RoundScope | PipelineRun = self.run.scope if isinstance(self.run, PlainRun) else self.run
         """The run's own scope, number 0."""
+        self.relays: Callable[[], Awaitable[tuple[SignedRelay, ...]]] = _no_relays
+        """Returns the run's relays; called when a member asks for them."""
+        self.path_requests = PathRequests()
         self.host_commands = HostCommands(self.scope, identity)
         self.handlers = [ScopeHandlers(self, self.scope)]
         """By scope."""
@@ -688,13 +763,20 @@ def _judged(
     return found.word, found.maker, found.round
 
 
-def _addresses_of(channel: Channel, message: PeerToCoordinatorJoinRun) -> tuple[Address, ...]:
-    """The ways in which a joiner can be reached, each checked. Raises ``NotAdmitted``."""
-    observed = plain_host(channel.remote_host)
-    is_called = message.role != "observer"
+def _addresses_of(
+    channel: Channel, claimed: tuple[Address, ...], role: Role, relays: tuple[SignedRelay, ...]
+) -> tuple[Address, ...]:
+    """The ways in which a member says that it can be reached, each checked. Raises ``NotAdmitted``.
+
+    Relays that the run does not have (any more) are left out."""
+    observed, known = plain_host(channel.remote_host), {relay.address for relay in relays}
+    is_called = role != "observer"
     return tuple(
-        address.model_copy(update={"host": _host_of(address.host if is_called else "", observed)})
-        for address in message.addresses
+        address
+        if address.is_relayed
+        else address.model_copy(update={"host": _host_of(address.host if is_called else "", observed)})
+        for address in claimed
+        if not address.is_relayed or (is_called and address in known)
     )
 
 

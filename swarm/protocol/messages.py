@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
+from shoal.swarm.protocol.paths import Plane, RelayPass, SignedRelay
 from shoal.swarm.protocol.rounds import MadeChunks, RunView, Verdict
 from shoal.swarm.protocol.types import (
     MAX_DELIVERIES,
@@ -20,7 +21,9 @@ from shoal.swarm.protocol.types import (
     MAX_LAYERS,
     MAX_MEMBERS,
     MAX_PARTS,
+    MAX_PATHS,
     MAX_RANGES,
+    MAX_RELAYS,
     MAX_STAGES,
     MAX_TENSORS,
     MAX_TOKEN_BYTES,
@@ -53,8 +56,10 @@ from shoal.swarm.protocol.types import (
     Message,
     NormClaim,
     Note,
+    PathReport,
     PeerId,
     Phase,
+    Port,
     Rate,
     Record,
     Role,
@@ -80,6 +85,9 @@ MAX_PAGE = 256
 
 EVIDENCE_PIECE_BYTES = 2**19
 """Largest piece of evidence in a message."""
+
+RelayTicket = Annotated[bytes, Field(min_length=16, max_length=16, repr=False)]
+"""Names the two ends of one relayed connection; good for one use."""
 
 PROTOCOL_VERSION = 1
 """Incremented whenever a message changes its meaning; both sides must have the same version."""
@@ -132,7 +140,7 @@ class PeerToCoordinatorHeartbeat(Message):
     ``anchor_version`` and ``state_digest``: the state that the peer holds, if any. ``kept``: states that it could
     return to, newest first, of a peer that holds none yet or has diverged. ``roster_version``, ``verdict_chain``: what
     the peer knows, so the answer can leave it out. ``diverged``: the state from which the peer's local work diverges;
-    it waits for the decision in the view."""
+    it waits for the decision in the view. ``paths``: connections with other members, those over relays first."""
 
     round: Count
     activity: Annotated[str, Field(max_length=32)]
@@ -151,6 +159,7 @@ class PeerToCoordinatorHeartbeat(Message):
     kept: Annotated[tuple[KeptState, ...], Field(max_length=MAX_KEPT)] = ()
     headway: Headway = Headway()
     diverged: KeptState | None = None
+    paths: Annotated[tuple[PathReport, ...], Field(max_length=MAX_PATHS)] = ()
 
 
 class PeerToCoordinatorRequestLease(Message):
@@ -271,6 +280,22 @@ class PeerToCoordinatorAccuseReplica(Message):
     reason: Literal["size", "values"]
 
 
+class PeerToCoordinatorShowAddresses(Message):
+    """Report the ways to reach this member from now on; it may have been registered with a relay, or lost it."""
+
+    addresses: ClaimedAddresses
+
+
+class PeerToCoordinatorGetRelays(Message):
+    """Ask for the run's relays, and for a pass to use them."""
+
+
+class PeerToCoordinatorRequestDial(Message):
+    """Ask that another member, which cannot be reached, dials this one, which can."""
+
+    peer: PeerId
+
+
 class PeerToCoordinatorLeave(Message):
     """Leave the run; unfinished leases are free again at once. ``trouble``: the error that made the peer leave."""
 
@@ -324,6 +349,25 @@ class CoordinatorToPeerJoinAccepted(Message):
     observed_host: Host
     reachable: bool
     view: RunView
+
+
+class CoordinatorToPeerAddresses(Message):
+    """The reported addresses are on the roster. ``reachable``: whether the first one can be dialed."""
+
+    reachable: bool
+
+
+class CoordinatorToPeerRelays(Message):
+    """The run's relays, and a pass for them."""
+
+    relays: Annotated[tuple[SignedRelay, ...], Field(max_length=MAX_RELAYS)]
+    relay_pass: RelayPass
+
+
+class CoordinatorToPeerDial(Message):
+    """Dial this member, and open a link to it: it asks for that, as it cannot dial you."""
+
+    peer: PeerId
 
 
 class CoordinatorToPeerView(Message):
@@ -579,11 +623,14 @@ class PeerToPeerPong(Message):
 
 
 class PeerToPeerOpenLink(Message):
-    """Agree on keys for bulk frames, inside the CURVE channel. The opener then attaches its data connections."""
+    """Agree on keys for bulk frames, inside the CURVE channel. The opener then attaches its data connections.
+
+    ``is_beside``: the opener keeps its last link, too, until the streams on it have ended."""
 
     link: LinkName
     secret: Key
     cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
+    is_beside: bool = False
 
 
 class PeerToPeerLinkOpened(Message):
@@ -732,6 +779,75 @@ class PeerToPeerWorkRepeated(Message):
     output: Annotated[bytes, Field(max_length=4096)]
     gradient: Annotated[bytes, Field(max_length=4096)]
     targets: Annotated[bytes, Field(max_length=32)]
+
+
+# Client and relay ---------------------------------------------------------------------------------------
+# Over TCP, each with its length before it. Once ``RelayToClientConnected`` was sent, all further bytes are the other
+# client's.
+
+
+class RelayToClientHello(Message):
+    """The relay's key, a nonce to sign, and the address from which the client has connected."""
+
+    relay_key: Key
+    nonce: Digest
+    observed_host: Host
+    observed_port: Port
+
+
+class ClientToRelayRegister(Message):
+    """Be reachable over this relay, under the certificate's CURVE key, while this connection lasts.
+
+    ``relay_pass``: None for a run's host, which may have to show the operator's ``token``. ``proof``: the identity's
+    signature of ``paths.proof_bytes``."""
+
+    certificate: Certificate
+    relay_pass: RelayPass | None
+    proof: Signature
+    token: Token = b""
+
+
+class ClientToRelayConnect(Message):
+    """Connect to the client that is registered under the CURVE key ``target``.
+
+    Without a pass only to a run's host, for the control plane: newcomers have none yet."""
+
+    target: Key
+    plane: Plane
+    certificate: Certificate | None = None
+    relay_pass: RelayPass | None = None
+    proof: Signature | None = None
+
+
+class ClientToRelayAccept(Message):
+    """Take the connection of the caller with this ticket."""
+
+    ticket: RelayTicket
+
+
+class RelayToClientRegistered(Message):
+    """The client is registered."""
+
+
+class RelayToClientCaller(Message):
+    """Somebody wants to connect. ``caller_key``: its CURVE key, zeros for a newcomer. ``signature``: the relay's, of
+    ``paths.introduction_bytes``."""
+
+    ticket: RelayTicket
+    plane: Plane
+    caller_key: Key
+    host: Host
+    port: Port
+    signature: Signature
+
+
+class RelayToClientConnected(Message):
+    """From here on the bytes are the other client's. ``host`` and ``port``: from where it has connected to the relay;
+    both may dial each other there after ``dial_in_s``, when this message has reached both."""
+
+    host: Host
+    port: Port
+    dial_in_s: Annotated[float, Field(ge=0, le=10)]
 
 
 # Either way ---------------------------------------------------------------------------------------------

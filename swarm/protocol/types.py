@@ -27,6 +27,9 @@ MAX_MADE_RANGES = 16
 MAX_VERDICTS = 256
 MAX_KEPT = 16
 MAX_ADDRESSES = 8
+MAX_PATHS = 32
+MAX_TOLD_PATHS = 4
+MAX_RELAYS = 4
 MAX_EPOCHS = 16
 MAX_TROUBLE = 1000
 MAX_CLAIM_BYTES = 128
@@ -132,23 +135,35 @@ class DeviceInfo(Record):
 
 
 class Address(Record):
-    """One way to reach a peer or the coordinator. ``public``: its ports can be dialed at ``host``.
+    """One way to reach a peer or the coordinator.
+
+    ``public``: its ports can be dialed at ``host``; ``mapped``: they can, as its router forwards them; ``relayed``: it
+    is registered with the relay at ``host`` and ``control_port``, whose key ``relay_key`` is if that is known.
 
     ``host`` may be empty in a join, and stands for the address that the coordinator sees. ``data_port`` is None for a
-    coordinator, which has no data plane."""
+    coordinator, which has no data plane, and for a relay, which has one port for both."""
 
-    kind: Literal["public"] = "public"
+    kind: Literal["public", "mapped", "relayed"] = "public"
     host: Annotated[str, Field(max_length=255)]
     control_port: Port
     data_port: Port | None = None
+    relay_key: Key | None = None
 
     def __str__(self) -> str:
         return join_host_port(self.host, self.control_port)
 
+    @property
+    def is_relayed(self) -> bool:
+        return self.kind == "relayed"
 
-def _require_data_ports(addresses: tuple[Address, ...]) -> tuple[Address, ...]:
-    if any(address.data_port is None for address in addresses):
+
+def _check_ways(addresses: tuple[Address, ...]) -> tuple[Address, ...]:
+    if addresses[0].is_relayed:
+        raise ValueError("a peer's first address is one that may be dialed")
+    if any(address.data_port is None for address in addresses if not address.is_relayed):
         raise ValueError("a peer's address has a data port")
+    if any((address.relay_key is not None) != address.is_relayed for address in addresses):
+        raise ValueError("a relay has a key, and no other address has one")
     return addresses
 
 
@@ -159,18 +174,19 @@ def _require_hosts(addresses: tuple[Address, ...]) -> tuple[Address, ...]:
 
 
 ClaimedAddresses = Annotated[
-    tuple[Address, ...], Field(min_length=1, max_length=MAX_ADDRESSES), AfterValidator(_require_data_ports)
+    tuple[Address, ...], Field(min_length=1, max_length=MAX_ADDRESSES), AfterValidator(_check_ways)
 ]
-"""The ways to reach a peer, as it names them itself, the preferred one first."""
+"""The ways to reach a peer, as it names them itself: the preferred one first, relays last."""
 
 Addresses = Annotated[ClaimedAddresses, AfterValidator(_require_hosts)]
-"""The ways to reach a member, the preferred one first."""
+"""The ways to reach a member, the preferred one first, relays last."""
 
 
 class RosterEntry(Record):
     """All that one member must know to connect to another.
 
-    ``reachable``: the coordinator has pinged its first address and received an answer."""
+    ``reachable``: the coordinator has pinged its first address and received an answer. The others can meet a member
+    that is not ``reachable`` where it dials them, or over its relays."""
 
     peer: PeerId
     certificate: Certificate
@@ -181,8 +197,18 @@ class RosterEntry(Record):
 
     @property
     def address(self) -> Address:
-        """The preferred address; all kinds of addresses can be used from everywhere so far."""
+        """The preferred address that can be dialed, if the member is ``reachable``."""
         return self.addresses[0]
+
+    @property
+    def relays(self) -> tuple[Address, ...]:
+        """The relays with which the member is registered."""
+        return tuple(address for address in self.addresses if address.is_relayed)
+
+    @property
+    def can_be_met(self) -> bool:
+        """Whether every other member can open a connection to this one, directly or over a relay."""
+        return self.reachable or bool(self.relays)
 
 
 class RosterDelta(Record):
@@ -340,6 +366,19 @@ class Delivery(Record):
     bps: Annotated[float, Field(ge=1, le=1e18)]
 
 
+PathKind = Literal["direct", "reversed", "punched", "relayed"]
+"""How two members are connected: one dialed the other's address; the other one dialed, as it was asked to; both dialed
+each other through their NATs at the same moment; or over a relay."""
+
+
+class PathReport(Record):
+    """A member's path to another one. ``rtt_s``: its round trip, 0 if unknown."""
+
+    peer: PeerId
+    kind: PathKind
+    rtt_s: Seconds = 0.0
+
+
 class MemberStatus(Record):
     """One member in ``shoal status``.
 
@@ -347,7 +386,8 @@ class MemberStatus(Record):
     what they decide, 0 for a newcomer. ``stages``: the first and the last one that it was assigned, in a
     pipeline. ``left``: why it left; ``trouble``: the error that made it leave. ``clipped``: rounds in which its
     contribution was above its bound. ``suspended_rounds``: rounds for which its work still does not count, as the run
-    was rolled back behind rounds that it may have spoilt."""
+    was rolled back behind rounds that it may have spoilt. ``relayed``: whether others reach it over a relay, where it
+    is not ``reachable``; ``paths``: some of those over which it is connected to others."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -356,6 +396,8 @@ class MemberStatus(Record):
     alive: bool
     synced: bool
     reachable: bool
+    relayed: bool = False
+    paths: Annotated[tuple[PathReport, ...], Field(max_length=MAX_TOLD_PATHS)] = ()
     tokens_per_s: Rate
     tokens_committed: Count
     share: Annotated[float, Field(ge=0, le=1)]

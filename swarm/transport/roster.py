@@ -11,7 +11,7 @@ from shoal.swarm.protocol.types import Address, RosterEntry
 
 log = logging.getLogger(__name__)
 
-_Address = tuple[bytes, tuple[Address, ...]]
+_Address = tuple[bytes, Address]
 
 
 class Rosters:
@@ -24,7 +24,8 @@ class Rosters:
     def update(self, roster: tuple[RosterEntry, ...], scope: int) -> set[bytes]:
         """Replace a scope's roster; entries with a wrong certificate are left out.
 
-        Returns the keys to disconnect: of peers that left all rosters or have new addresses."""
+        Returns the keys to disconnect: of peers that left all rosters, or have another address to dial. Relays that are
+        added or lost disconnect nobody."""
         return self._replace({**self._by_scope, scope: {entry.peer: entry for entry in self._checked(roster)}})
 
     def leave(self, scope: int) -> set[bytes]:
@@ -81,4 +82,4 @@ class Rosters:
 
 
 def _address(entry: RosterEntry) -> _Address:
-    return entry.certificate.curve_key, entry.addresses
+    return entry.certificate.curve_key, entry.address

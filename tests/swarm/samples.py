@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
-from shoal.swarm.protocol.messages import MESSAGES, PeerToCoordinatorJoinRun, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.messages import (
+    MESSAGES,
+    PeerToCoordinatorJoinRun,
+    PeerToCoordinatorShowAddresses,
+    PeerToCoordinatorShowCapability,
+)
 from shoal.swarm.protocol.rounds import RoundPlan, Verdict
 from shoal.swarm.protocol.types import Message, PipelineView, RosterEntry
 
@@ -121,15 +126,20 @@ def _measured(shown: dict[str, Any]) -> dict[str, Any]:
     return shown | {"capability": shown["capability"].model_copy(update={"layer_s": seconds})}
 
 
-def _with_data_ports(record: dict[str, Any]) -> dict[str, Any]:
-    """Addresses of a peer, which has data ports."""
-    ported = [one.model_copy(update={"data_port": one.data_port or 1}) for one in record["addresses"]]
+def _with_ports(record: dict[str, Any]) -> dict[str, Any]:
+    """Addresses of a peer: one with a data port, and relays with keys."""
+    ported = [
+        one.model_copy(update={"kind": "relayed", "data_port": None, "relay_key": one.relay_key or bytes(32)})
+        if number and one.kind == "relayed"
+        else one.model_copy(update={"kind": "public", "data_port": one.data_port or 1, "relay_key": None})
+        for number, one in enumerate(record["addresses"])
+    ]
     return record | {"addresses": tuple(ported)}
 
 
 def _with_hosts(record: dict[str, Any]) -> dict[str, Any]:
     """Addresses of a member, which have hosts too."""
-    record = _with_data_ports(record)
+    record = _with_ports(record)
     return record | {
         "addresses": tuple(one.model_copy(update={"host": one.host or "host"}) for one in record["addresses"])
     }
@@ -140,7 +150,8 @@ _FITTING = {
     Verdict: _made,
     PipelineView: _staged,
     PeerToCoordinatorShowCapability: _measured,
-    PeerToCoordinatorJoinRun: _with_data_ports,
+    PeerToCoordinatorJoinRun: _with_ports,
+    PeerToCoordinatorShowAddresses: _with_ports,
     RosterEntry: _with_hosts,
 }
 

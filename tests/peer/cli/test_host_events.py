@@ -60,6 +60,9 @@ EVENTS: dict[str, ev.JournalEvent] = {
     "PeerBanned": ev.PeerBanned(peer=PEERS[0], network="10.0.0.0/24", at_s=1.0),
     "MemberExpelled": ev.MemberExpelled(peer=PEERS[0], evidence=b"e" * 32, accuser=PEERS[1], round=1, at_s=1.0),
     "PeerAllowed": ev.PeerAllowed(peer=PEERS[0], at_s=1.0),
+    "MemberMoved": ev.MemberMoved(
+        peer=PEERS[0], addresses=(Address(host="10.0.0.1", control_port=1, data_port=2),), reachable=False
+    ),
     "ProcessBanned": ev.ProcessBanned(curve_key=bytes(32)),
     "InviteMade": ev.InviteMade(terms=InviteTerms(id="abcdefgh", role="trainer", uses=1), at_s=1.0),
     "InviteRevoked": ev.InviteRevoked(id="abcdefgh", at_s=1.0),
@@ -105,6 +108,7 @@ EVENTS: dict[str, ev.JournalEvent] = {
 
 QUIET = (
     "AccessRecorded",
+    "MemberMoved",
     "ProcessBanned",
     "LeaseGranted",
     "RunSnapshot",
