@@ -15,6 +15,7 @@
     │   │   └── SealedForOthers 18    the checkpoint is encrypted, but not for this identity
     │   ├── WrongEvidence       57    evidence for an expulsion is missing, damaged, or does not prove it
     │   ├── Diverged            19    training produces infinite values or NaN
+    │   ├── DirectoryError      58    a directory of runs, a run's card, or a run of that name in them
     │   └── NotAccepted         50    the owner of this machine has not agreed to the run
     ├── LinkError                     another machine, or the connection to it, failed
     │   ├── Unreachable         20    nothing answers at the address
@@ -120,6 +121,12 @@ class Diverged(UserError):
     """Local work keeps producing infinite values or NaN, even after restarts from the run's state."""
 
     exit_code = 19
+
+
+class DirectoryError(UserError):
+    """A directory of runs or a run's card cannot be read or is forged, or no single run there has that name."""
+
+    exit_code = 58
 
 
 class NotAccepted(UserError):

@@ -1,4 +1,5 @@
-"""Account of a member's memory: what each parameter takes on the device and in the machine's memory, item by item.
+"""Account of a member's memory: what each parameter takes on the device and in the machine's memory, item by item; also
+on its disk, and on its link in a round.
 
 ``shoal join``, ``shoal doctor`` and the pipeline's planner count with it, and ``benchmarks/memory.py`` compares it with
 what processes take. Amounts are in float32 values for each parameter, so that of n parameters an item takes
@@ -103,11 +104,27 @@ def _state(run: RunFile) -> Iterable[MemoryItem]:
 
 
 def _round(run: RunFile, peers: int) -> Iterable[MemoryItem]:
-    formats = run.format_map((_SAMPLE,))
-    values = _SAMPLE[1][0] * _SAMPLE[1][1]
-    result = formats.result(0, values, peers).packed_bytes(values) / (4 * values)
+    contribution, result = _packed(run, peers)
     yield MemoryItem("results of the last round", "host", result, ("work", "exchange"))
-    contribution = formats.contribution(0, values).packed_bytes(values) / (4 * values)
     yield MemoryItem("encoded contribution", "host", contribution, ("exchange",))
     yield MemoryItem("loss of encoding the means of our part", "host", 1.0 / peers, ("exchange",))
     yield MemoryItem("results of this round", "host", result, ("exchange",))
+
+
+def _packed(run: RunFile, peers: int) -> tuple[float, float]:
+    """Return the float32 values that a packed parameter of a contribution, and of a result, takes."""
+    formats, values = run.format_map((_SAMPLE,)), _SAMPLE[1][0] * _SAMPLE[1][1]
+    contribution, result = formats.contribution(0, values), formats.result(0, values, peers)
+    return contribution.packed_bytes(values) / (4 * values), result.packed_bytes(values) / (4 * values)
+
+
+def checkpoint_values(run: RunFile) -> float:
+    """Return the float32 values of each parameter in a checkpoint: anchor, outer and inner optimizer, residual."""
+    inner = 0 if run.algorithm == "virtual_batch" else run.inner.slots
+    return 1.0 + run.outer.slots + inner + {"float32": 1.0, "bfloat16": 0.5}[run.averaging.residual_precision]
+
+
+def round_values(run: RunFile, *, peers: int = FEWEST_PEERS) -> float:
+    """Return the most float32 values of each parameter that a member of many sends in a round, and receives: its
+    contribution in pieces to their owners, and its part of the mean to everybody."""
+    return sum(_packed(run, peers))

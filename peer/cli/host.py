@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.cli.host_events import describe_event
+from shoal.peer.directory.card import CardSource
+from shoal.peer.directory.card_writer import CardWriter, card_place
+from shoal.peer.directory.local_fit import shoal_version
+from shoal.peer.directory.places import Place
 from shoal.peer.event_schema import Event
 from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.swarm import durable
+from shoal.swarm.aio import task_scope
 from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, JournalFiles, LocalJournal
+from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import (
     CorpusError,
@@ -35,8 +43,8 @@ from shoal.swarm.errors import (
     UserError,
     WireError,
 )
-from shoal.swarm.protocol.addresses import join_host_port
-from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.addresses import join_host_port, reach_of
+from shoal.swarm.protocol.identity import Identity, key_text
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.rounds import Verdict
@@ -82,7 +90,8 @@ class HostOptions:
     ``advertise``: what the invite says, by default this machine's address and the bound port; port 0: the bound one.
     ``backup``: another place for all that is kept in ``state``. ``start_from``: the checkpoint that the run starts
     from, if its file does not name one. ``pin``: fix what members have to bring, if the run file does not yet;
-    ``data``: the folders that the run's data is looked for in, for that."""
+    ``data``: the folders that the run's data is looked for in, for that. ``publish``: path or URL where the run's
+    card is kept up to date; empty for nowhere."""
 
     identity: Path | None
     state: Path
@@ -92,11 +101,13 @@ class HostOptions:
     start_from: StartFrom | None = None
     pin: bool = True
     data: tuple[Path, ...] = ()
+    publish: str = ""
 
 
 @dataclass(frozen=True)
 class Hosting:
-    """Facts of a started host that are printed for the person who runs it."""
+    """Facts of a started host that are printed for the person who runs it. ``card``: where its card is published,
+    empty for nowhere; ``key``: that the card is signed with, as directories name it."""
 
     invite: Invite
     run_hash: bytes
@@ -105,6 +116,8 @@ class Hosting:
     pins: PinsSection | None
     resumed_round: int
     resumed_version: int
+    card: str = ""
+    key: str = ""
 
 
 async def host(
@@ -171,10 +184,44 @@ async def host(
             service.observe(report)
             scope = service.scope
             resumed = scope.round_number, scope.anchor_version
-            on_start(Hosting(invite, run.hash, state, run.start, run.pins, *resumed))
-            await service.wait(stop)
+            at = card_place(options.publish, run.run.name) if options.publish else None
+            shown = at.shown if at else ""
+            on_start(
+                Hosting(invite, run.hash, state, run.start, run.pins, *resumed, shown, key_text(identity.public_key))
+            )
+            if at is None:
+                await service.wait(stop)
+            else:
+                await _publishing(service, invite, at, stop)
     finally:
         journal.close()
+
+
+async def _publishing(service: CoordinatorService, invite: Invite, place: Place, stop: asyncio.Event) -> None:
+    """As ``service.wait``, with the run's card kept up to date at a place."""
+    run, identity = service.scope.run, service.identity
+    if run.access.admission == "open" and all(reach_of(one.host) != "public" for one in invite.addresses):
+        log.warning("the card's invite names no public address, so others may not reach this host: see --advertise")
+    if run.access.admission != "open" and not run.card.contact:
+        log.warning("the card says nobody whom to ask for an invite: name one in the run file, [card] contact")
+    source = CardSource(run, invite, identity, identity.coordinator_keys(), shoal_version(), platform.python_version())
+
+    async def make(stopped: bool) -> bytes:
+        async with service.lock:  # what is not in the journal yet, nobody is told
+            scope = service.scope
+            elements = scope.elements if isinstance(scope, RoundScope) and scope.model is not None else None
+            status = scope.status(time.monotonic())
+        return source.card(status, elements, time.time(), stopped=stopped).file_bytes
+
+    writer = CardWriter(place, make)
+    service.observe(lambda _: writer.changed())
+    async with task_scope() as tasks:
+        keeping = tasks.create_task(writer.keep())
+        try:
+            await service.wait(stop)
+        finally:
+            keeping.cancel()
+    await writer.close()
 
 
 # A host's folder ------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from shoal.peer.cli.access import app as access_commands
 from shoal.peer.cli.command import INVITE_VARIABLE, UNSUPERVISED
 from shoal.peer.cli.files import IdentityOption, console, start_of
 from shoal.peer.cli.files import app as file_commands
+from shoal.peer.cli.runs import DirectoryOption
+from shoal.peer.cli.runs import app as finding_commands
 from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
 from shoal.swarm.errors import ShoalError
 
@@ -41,6 +43,7 @@ app = typer.Typer(
 )
 app.add_typer(file_commands)
 app.add_typer(access_commands)
+app.add_typer(finding_commands)
 errors = Console(stderr=True)
 
 
@@ -65,6 +68,14 @@ InviteArgument = Annotated[
     typer.Argument(
         envvar=INVITE_VARIABLE,
         help="The run's invite, in quotes: 'shoal://HOST:PORT/RUN?key=…&run=…&t=…'; or a file with it, @FILE.",
+    ),
+]
+JoinArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="INVITE|NAME",
+        envvar=INVITE_VARIABLE,
+        help="The run's invite, in quotes, or a file with it, @FILE; or an open run's name in `shoal runs`.",
     ),
 ]
 DataOption = Annotated[
@@ -106,6 +117,12 @@ def host_command(
         typer.Option("--no-pins", help="Let the first member define model, data and first state."),
     ] = False,
     data: DataOption = None,
+    publish: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="Keep the run's card up to date at this path or URL, with fsspec; a folder or *.json."
+        ),
+    ] = "",
     log_json: LogJson = None,
     verbose: Verbose = False,
     _: Annotated[
@@ -123,7 +140,8 @@ def host_command(
     warn_descriptors(allow_descriptors())
     start = start_of(start_from, identity, only_parameters=parameters_only)
     addresses = split_host_port(bind, DEFAULT_PORT), parse_advertised(advertise)
-    options = HostOptions(identity, state, *addresses, backup, start, pin=not no_pins, data=tuple(data or ()))
+    folders = tuple(data or ())
+    options = HostOptions(identity, state, *addresses, backup, start, pin=not no_pins, data=folders, publish=publish)
 
     def on_start(hosting: Hosting) -> None:
         console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")
@@ -134,6 +152,9 @@ def host_command(
         if hosting.start is not None:
             where = "where its checkpoint is, join with --from FOLDER"
             console.print(f"Start   {hosting.start.source}; {where}", soft_wrap=True)
+        if hosting.card:
+            console.print(f"Card    {hosting.card}", markup=False, soft_wrap=True)
+            console.print(f"Key     {hosting.key}", highlight=False)
         if hosting.resumed_round:
             console.print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
         console.print("Invite  (this command joins a machine to the run)")
@@ -180,7 +201,8 @@ def start_section_command(
 
 @app.command("join")
 def join_command(
-    invite: InviteArgument,
+    invite: JoinArgument,
+    directory: DirectoryOption = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
     max_memory: Annotated[str, typer.Option(help="Memory of this machine that the run may use, such as 8G.")] = "",
     max_device_memory: Annotated[str, typer.Option(help="The same of the GPU's own memory.")] = "",
@@ -217,10 +239,12 @@ def join_command(
 
     Before a run trains on files of this machine, it is shown, and you are asked."""
     from shoal.peer.checkpoints.retention import parse_retention
+    from shoal.peer.cli.runs import named_invite
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import Invite
 
-    invite = str(Invite.read(invite))  # before torch is imported, which takes seconds
+    # Before torch is imported, which takes seconds.
+    invite = str(named_invite(invite, directory) or Invite.read(invite))
     retention = parse_retention(keep_checkpoints, keep_every)
     host_bytes, device_bytes = _memory("--max-memory", max_memory), _memory("--max-device-memory", max_device_memory)
     bind_to, reached_at = split_host_port(bind), split_host_port(advertise) if advertise else ("", 0)

@@ -131,11 +131,16 @@ def load_model(config: Mapping[str, Any]) -> nn.Module:
     return find_recipe(name).model_from_config(config)
 
 
+def installed_recipes() -> dict[str, EntryPoint]:
+    """The recipes that are installed here, by name; nothing of them is imported."""
+    own = {name: EntryPoint(name, target, GROUP) for name, target in _OWN.items()}
+    # A package may add recipes but not replace our own: a run file has one meaning.
+    return {point.name: point for point in entry_points(group=GROUP)} | own
+
+
 def find_recipe(name: str) -> type[Recipe]:
     """The installed recipe class of that name. Raises ``RecipeError``, naming the installed ones."""
-    installed = {own: EntryPoint(own, target, GROUP) for own, target in _OWN.items()}
-    # A package may add recipes but not replace our own: a run file has one meaning.
-    installed = {point.name: point for point in entry_points(group=GROUP)} | installed
+    installed = installed_recipes()
     if name not in installed:
         raise RecipeError(
             f"recipe.name: {name!r} is not installed here (installed: {', '.join(sorted(installed))}); "
@@ -163,4 +168,7 @@ def check_settings(settings_type: type[SettingsT], settings: Any, where: str = "
         raise RecipeError("; ".join(problems)) from error
 
 
-__all__ = ["Recipe", "Samples", "check_settings", "find_recipe", "layered_recipe", "load_model", "load_recipe"]
+__all__ = [
+    *("Recipe", "Samples", "check_settings", "find_recipe", "installed_recipes", "layered_recipe", "load_model"),
+    "load_recipe",
+]

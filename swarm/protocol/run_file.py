@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from shoal.compression.formats import (
     BlockFormat,
@@ -28,7 +28,7 @@ from shoal.compression.formats import (
 from shoal.swarm.errors import IdentityError, RunFileError
 from shoal.swarm.protocol.identity import parse_key
 from shoal.swarm.protocol.pins import PinsSection
-from shoal.swarm.protocol.run_sources import check_source
+from shoal.swarm.protocol.run_sources import check_source, check_url
 from shoal.swarm.protocol.start_section import StartSection
 from shoal.swarm.protocol.types import Record
 
@@ -460,6 +460,39 @@ class AccessSection(Record):
         return self.members_without_credit or max(_FEWEST_NEWCOMERS, 2 * with_credit)
 
 
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("expected one line without control characters")
+    return text
+
+
+OneLine = Annotated[str, AfterValidator(_one_line)]
+"""Text that is shown to people; letters that could move a terminal's cursor are refused."""
+
+
+class CardSection(Record):
+    """``[card]``: what the run's card says for people who look for a run (``shoal host --publish``)."""
+
+    title: Annotated[OneLine, Field(max_length=100, description="what is trained, in a few words")] = ""
+    purpose: Annotated[OneLine, Field(max_length=1000, description="why, for whom, and what becomes of the model")] = ""
+    licence: Annotated[
+        OneLine, Field(max_length=100, description="licence of the model, such as an SPDX identifier: `Apache-2.0`")
+    ] = ""
+    homepage: Annotated[OneLine, Field(max_length=300, description="page with more about the run, `https://…`")] = ""
+    contact: Annotated[
+        OneLine, Field(max_length=200, description="whom to ask for an invite, where `access.admission` is not `open`")
+    ] = ""
+
+    @field_validator("homepage")
+    @classmethod
+    def _page(cls, homepage: str) -> str:
+        if homepage:
+            check_url(homepage)
+            if not homepage.startswith("https://"):
+                raise ValueError(f"{homepage!r}: expected an address that begins with https://")
+        return homepage
+
+
 _FEWEST_NEWCOMERS = 128
 _USUAL_STAGES, _SPARE_IN_FLIGHT = 3, 4
 
@@ -561,6 +594,7 @@ class RunFile(Record):
     round: RoundSection
     checkpoints: CheckpointsSection = CheckpointsSection()
     access: AccessSection = AccessSection()
+    card: CardSection = CardSection()
     pipeline: PipelineSection | None = None
     start: Annotated[
         StartSection | None,

@@ -32,7 +32,7 @@ def run_python(program: str, *arguments: str) -> tuple[int, str, list[str]]:
         (["host", "--help"], 0, "Host a run"),
         (["join", "--help"], 0, "Join a run"),
         (["demo", "--minutes", "never"], 2, "--minutes"),
-        (["join"], 2, "invite"),
+        (["join"], 2, "INVITE|NAME"),
         (["join", "shoal://nowhere"], 11, "InviteError"),
         (["join", "no invite at all", "--device", "cpu"], 11, "InviteError"),
         (["status", "shoal://nowhere"], 11, "InviteError"),

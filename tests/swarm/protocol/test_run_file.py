@@ -127,6 +127,7 @@ def test_defaults_of_every_section() -> None:
         "round": {"tokens": 1000, "max_s": 600.0, "patience_s": 20.0},
         "checkpoints": {"transfer": "raw", "sealed": False, "readers": ()},
         "pipeline": None,
+        "card": {"title": "", "purpose": "", "licence": "", "homepage": "", "contact": ""},
         "start": None,
         "pins": None,
     }
@@ -292,7 +293,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "5375c44ad7390bee"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "b8492d401c4952f3"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -520,3 +521,17 @@ def test_inner_settings_without_effect_are_found(
 ) -> None:
     run = parse_run_file(f'algorithm = "{algorithm}"\n{LEAST}[inner]\n{settings}\n')
     assert unused_inner_settings(run, own_loop=own_loop) == unused
+
+
+@pytest.mark.parametrize(
+    ("card", "field"),
+    [
+        ('homepage = "http://example.org"', "card.homepage"),
+        ('homepage = "https://192.168.1.1/"', "card.homepage"),
+        ('title = "a\\u001b[2J"', "card.title"),
+        (f'licence = "{"x" * 101}"', "card.licence"),
+    ],
+)
+def test_what_a_card_may_say(card: str, field: str) -> None:
+    with pytest.raises(RunFileError, match=field):
+        parse_run_file(f"{LEAST}\n[card]\n{card}\n")
