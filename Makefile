@@ -48,7 +48,7 @@ soak: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
 
 chaos: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto -m matrix tests/chaos $(CHAOS_ARGS)
+	$(BIN)/python -m pytest -n auto -m matrix tests $(CHAOS_ARGS)
 	$(BIN)/python -m pytest -n auto tests/chaos/pipeline_matrix.py tests/chaos/real/fault_matrix.py $(CHAOS_ARGS)
 
 docs: $(INSTALLED)

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import tests.quick_disk  # noqa: F401 - before anything of shoal
 import torch
 from hypothesis import settings
 
@@ -26,9 +27,9 @@ TIMEOUT_S = 900
 CHAOS = "chaos"
 """The folder of fault matrices: in memory, and a part of them with real processes, which are all slow."""
 
-MATRICES, EVERY = {"test_one_fault", "test_more_faults", "test_overlap"}, 5
-"""Modules there of which ``make test`` runs one case in so many. There are six moments of a round, so that each fault
-comes at another moment than the one before it."""
+MATRICES = {"test_one_fault": 11, "test_more_faults": 11, "test_overlap": 11, "test_whole_loss": 5, "test_pipeline": 5}
+"""Modules there, and of how many cases of each of their tests ``make test`` runs one. These numbers have no divisor in
+common with those of moments, faults or states, so that each case has another one of each than the case before it."""
 
 SMOKE_ATTACKS = {
     "test_accusations": "test_newcomers_cannot_accuse_the_owners_away",
@@ -90,5 +91,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
             if number or is_slow(item):
                 item.add_marker("slow")
-        elif CHAOS in item.path.parts and item.path.stem in MATRICES and number % EVERY:
+        elif CHAOS in item.path.parts and number % MATRICES.get(item.path.stem, 1):
             item.add_marker("matrix")

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["pytest", "shoal.peer.cli.main", "shoal.peer.recipes.gpt", "torch._dynamo", "numba"])
+_SERVER.set_forkserver_preload(
+    ["tests.quick_disk", "pytest", "shoal.peer.cli.main", "shoal.peer.recipes.gpt", "torch._dynamo", "numba"]
+)
 
 
 def can_fork(command: Sequence[str]) -> bool:

@@ -113,12 +113,13 @@ class Training:
         return self.score(member, contribution, seed).finding
 
 
-def test_honest_members_of_any_speed_are_never_doubted(recipe: GptRecipe) -> None:
+@pytest.mark.parametrize("rounds", [30, pytest.param(150, marks=pytest.mark.matrix)])
+def test_honest_members_of_any_speed_are_never_doubted(recipe: GptRecipe, rounds: int) -> None:
     training = Training(recipe, (20, 5, 1))
     standings = [WorkStanding() for _ in training.speeds]
     found: list[list[str]] = [[] for _ in training.speeds]
     sketches = Sketches(seed=5)
-    for number in range(100):
+    for number in range(rounds):
         contributions = training.contributions()
         for member, one in enumerate(contributions):
             score = training.score(member, one, 100 * number + member)
@@ -129,7 +130,7 @@ def test_honest_members_of_any_speed_are_never_doubted(recipe: GptRecipe) -> Non
             assert not sketches.copied_from(number, str(member), one), (number, member)
         training.apply(contributions)
     assert [one.count("harms") for one in found] == [0, 0, 0]
-    assert min(one.count("helps") for one in found) > 5, found
+    assert min(one.count("helps") for one in found) > rounds / 20, found
     assert all(one.sign > 0 for one in standings), standings
 
 

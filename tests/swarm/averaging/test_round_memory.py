@@ -16,7 +16,7 @@ from shoal.swarm.averaging.reduction import _WINDOW
 from shoal.swarm.averaging.results import RoundMean
 from shoal.swarm.coordinator import round_plan
 
-ELEMENTS = 8_000_000
+ELEMENTS = 4_000_000
 MEMBERS = 4
 CHUNKS = [2**17, 2**15, 2**16, 2**17 - 2**15]
 

@@ -1,5 +1,6 @@
 """Whatever members and the coordinator's own crashes do: one story, every sample accounted for, and it goes on."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -224,10 +225,26 @@ class OverlapChaos(Chaos):
     overlap = True
 
 
-_SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+_SETTINGS = settings(max_examples=20, stateful_step_count=40, deadline=None)
+_MORE = settings(_SETTINGS, max_examples=300)
 TestChaos = Chaos.TestCase
 TestChaos.settings = _SETTINGS
 TestExactChaos = ExactChaos.TestCase
 TestExactChaos.settings = _SETTINGS
 TestOverlapChaos = OverlapChaos.TestCase
 TestOverlapChaos.settings = _SETTINGS
+
+
+@pytest.mark.matrix
+class TestMoreChaos(Chaos.TestCase):
+    settings = _MORE
+
+
+@pytest.mark.matrix
+class TestMoreExactChaos(ExactChaos.TestCase):
+    settings = _MORE
+
+
+@pytest.mark.matrix
+class TestMoreOverlapChaos(OverlapChaos.TestCase):
+    settings = _MORE

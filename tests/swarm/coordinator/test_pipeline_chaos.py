@@ -1,5 +1,6 @@
 """Whatever peers and the coordinator's own crashes do to a pipeline: every stage on the same samples, each once."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -214,4 +215,9 @@ def goes_on(world: PipelineWorld, rounds: int = 2) -> None:
 
 
 TestPipelineChaos = PipelineChaos.TestCase
-TestPipelineChaos.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPipelineChaos.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.matrix
+class TestMorePipelineChaos(PipelineChaos.TestCase):
+    settings = settings(TestPipelineChaos.settings, max_examples=300)

@@ -566,6 +566,7 @@ def test_the_runs_own_planner() -> None:
 
 
 def test_every_transaction_of_the_journal_is_a_point_to_go_on_from() -> None:
+    """From the newest snapshot, and of every fifth from the journal's beginning, too."""
     world = PipelineWorld(run_file(), 4)
     seen = 0
     while len(world.history) < 2:
@@ -573,7 +574,7 @@ def test_every_transaction_of_the_journal_is_a_point_to_go_on_from() -> None:
             world.behave(peer, 5)
             if len(world.journal) > seen:
                 seen = len(world.journal)
-                for kept in (world.journal, world.short):
+                for kept in (world.short,) if seen % 5 else (world.short, world.journal):
                     assert journaled(world.replayed(kept)) == journaled(world.machine)
         world.tick(0.25)
         if len(world.verdicts) == 1 and world.peers[0].running and len(world.history) == 1:
