@@ -169,6 +169,16 @@ HOST_EVENTS: Mapping[str, EventKind] = {
             "evidence": "the evidence's id; the host's folder has it under that name",
         },
     ),
+    "mean_disproved": EventKind(
+        "evidence proves that a mean is wrong beyond the bound, and the run goes back",
+        {
+            "peer": "id of the member that signed it",
+            "round": "number of the round",
+            "excess": "how far it is off, relative to how far that member's own contribution could have moved it",
+            "accuser": "id of the member that showed the evidence",
+            "evidence": "the evidence's id; the host's folder has it under that name",
+        },
+    ),
     "peer_allowed": EventKind("the host has lifted a ban, or has put an identity on its list", {"peer": "its id"}),
     "round_closing": EventKind("a round takes no more work", {"round": "number of the round"}),
     "round_reopened": EventKind(
@@ -194,6 +204,7 @@ HOST_EVENTS: Mapping[str, EventKind] = {
             "vouched_round": "round whose verdict vouches for that state",
             "keepers": "ids of the peers that have it",
             "suspects": "ids of the peers whose work was in a divergence",
+            "evidence": "id of the evidence on a wrong mean that it undoes",
         },
     ),
     "work_scored": EventKind(

@@ -1,4 +1,5 @@
-"""``shoal log --audit``: who was expelled from a run for a wrong mean, and whether the evidence proves it.
+"""``shoal log --audit``: who was expelled from a run for a wrong mean, which means made the run go back, and whether
+the evidence proves it.
 
 The records are signed by the host, but nobody has to believe it: the evidence in its folder is judged again, by the
 code that owners reduce with. Whoever was expelled wrongly is shown right by the same file.
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 
 
 def show_audits(source: str, keys: Path, console: Console, *, check: bool, as_json: bool) -> None:
-    """Print the expulsions of a run, oldest first. ``source`` and ``keys`` as of ``access.show_records``; ``check``:
-    judge the evidence again, for which ``source`` has to be the host's folder, or its name.
+    """Print the expulsions and wrong means of a run, oldest first.
 
-    Raises ``WrongEvidence`` if some does not prove its expulsion, and ``StateFileError`` for a broken chain of records,
+    ``source`` and ``keys`` as of ``access.show_records``; ``check``: judge the evidence again, for which
+    ``source`` has to be the host's folder, or its name.
+
+    Raises ``WrongEvidence`` if some does not prove its record, and ``StateFileError`` for a broken chain of records,
     both after printing."""
     if check and source.startswith("shoal://"):
         raise UserError("--check reads the evidence in the host's folder: give the run's name or that folder")
@@ -46,13 +49,19 @@ def show_audits(source: str, keys: Path, console: Console, *, check: bool, as_js
             print(json.dumps(_as_json(one) | ({"judgement": word} if check else {})))
     else:
         console.print(audit_table(expelled, found))
-        said = f"{len(expelled)} expulsions; all hashes, links and signatures are right."
+        for one in expelled:
+            if one.kind == "mean disproved":
+                off = f"{one.excess:.3g} times what the work of {one.peer} could move"
+                console.print(f"round {one.round}: a mean was off by {off}: the run went back")
+        wrong = sum(one.kind == "mean disproved" for one in expelled)
+        said = f"{len(expelled) - wrong} expulsions{f', and {wrong} means beyond the bound' if wrong else ''}; "
+        said += "all hashes, links and signatures are right."
         console.print(Text(said if expelled else "Nobody was expelled.", style="dim"))
     if broken:
         raise StateFileError(f"the chain of access records is broken: {broken}")
     if wrong := sum(word != "guilty" for word in found if check):
         raise WrongEvidence(
-            f"{wrong} of {len(found)} expulsions are not proven by the evidence here: restore it from a backup, or "
+            f"{wrong} of {len(found)} records are not proven by the evidence here: restore it from a backup, or "
             "lift them with `shoal allow`"
         )
 
@@ -98,13 +107,15 @@ class EvidenceFolder:
         found = judge(data, RunFacts.of(self._run, self._host_key, model.layout, stage))
         if found.word == "guilty" and (found.maker, found.round) != (record.peer, record.round):
             return f"void: it is about {found.maker} in round {found.round}"
+        if found.word == "guilty" and record.kind == "mean disproved" and found.excess <= 1.0:
+            return "void: the mean is wrong within the bound"
         return found.word if found.word == "guilty" else f"{found.word}: {found.reason}"
 
 
 def audit_table(expelled: list[AccessRecord], found: list[str]) -> Table:
-    """Make the table of expulsions, with what the evidence shows where it was judged."""
+    """Make the table of expulsions and wrong means, with what the evidence shows where it was judged."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for name in ("when (UTC)", "expelled", "round", "shown by", "evidence"):
+    for name in ("when (UTC)", "of", "round", "shown by", "evidence"):
         table.add_column(name, no_wrap=True)
     if any(found):
         table.add_column("shows", overflow="fold", min_width=6)
@@ -117,4 +128,12 @@ def audit_table(expelled: list[AccessRecord], found: list[str]) -> Table:
 
 def _as_json(one: AccessRecord) -> dict[str, object]:
     evidence = one.evidence.hex() if one.evidence else ""
-    return {"peer": one.peer, "at_s": one.at_s, "round": one.round, "accuser": one.accuser, "evidence": evidence}
+    about = {"kind": one.kind, "excess": one.excess} if one.kind == "mean disproved" else {"kind": one.kind}
+    return {
+        "peer": one.peer,
+        "at_s": one.at_s,
+        "round": one.round,
+        "accuser": one.accuser,
+        "evidence": evidence,
+        **about,
+    }

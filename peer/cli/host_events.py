@@ -32,6 +32,10 @@ def describe_event(event: ev.JournalEvent, stage: int | None = None) -> Event | 
         case ev.MemberExpelled():
             evidence = {"accuser": event.accuser, "evidence": event.evidence.hex()}
             return make_event("member_expelled", peer=event.peer, round=event.round, **evidence, **about)
+        case ev.MeanDisproved():
+            evidence = {"accuser": event.accuser, "evidence": event.evidence.hex()}
+            wrong = {"peer": event.maker, "round": event.round, "excess": event.excess}
+            return make_event("mean_disproved", **wrong, **evidence, **about)
         case ev.PeerAllowed():
             return make_event("peer_allowed", peer=event.peer, **about)
         case ev.RoundClosing():
@@ -56,6 +60,7 @@ def describe_event(event: ev.JournalEvent, stage: int | None = None) -> Event | 
                 vouched_round=back.vouched_round,
                 keepers=list(back.keepers),
                 **({"suspects": list(back.suspects)} if back.diverged else {}),
+                **({"evidence": back.evidence.hex()} if back.evidence is not None else {}),
                 **_verdict_fields(event),
                 **about,
             )

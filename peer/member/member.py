@@ -149,6 +149,8 @@ class LocalMember:
         self._download: CurrentDownload | None = None
         self._earlier: AnchorState | None = None
         self._kept: tuple[KeptState, ...] = ()
+        self.kept_states: Callable[[], tuple[KeptState, ...]] = tuple
+        """Returns the states of the checkpoints here, newest first, without reading the disk."""
         self._diverged: KeptState | None = None
         self.rejoined = False
         self.start: RunStart | None = None
@@ -250,7 +252,7 @@ class LocalMember:
             bytes_received=received_bytes,
             bandwidth_bps=max(meter.bandwidth_bps, meter.probed_bps),
             roster_version=0,
-            kept=self._kept if state is None else (),
+            kept=self._kept if state is None else self._asked_for_kept(),
             diverged=self._diverged,
             headway=self._headway(),
         )
@@ -259,6 +261,10 @@ class LocalMember:
         except NotAdmitted:
             log.warning("the coordinator had removed this peer, whose work since the anchor is lost: joining again")
             await self._come_back()
+
+    def _asked_for_kept(self) -> tuple[KeptState, ...]:
+        """Return the states that this peer keeps beside the one it holds, if the coordinator asks for them."""
+        return self.kept_states() if self.client.view.wants_kept else ()
 
     def _headway(self) -> Headway:
         """Return the headway: of this process in the run, of the state's download in a stage."""

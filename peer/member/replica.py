@@ -46,7 +46,7 @@ from shoal.swarm.errors import CorpusError, NotAdmitted, StateFileError
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import KeptState
+from shoal.swarm.protocol.types import MAX_KEPT, KeptState
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +184,7 @@ class TrainingReplica:
         """Verdict of the round that made the state, if known."""
         self._own = LocalState(setup.model, setup.inner_optimizer, self.samples, self._member)
         subject = self._subject(setup.stage)
+        member.kept_states = self._kept_states
         self._checkpointer: Checkpointer | None = None
         if store is not None:
             own, overlap = self._own, run.averaging.overlap
@@ -501,6 +502,11 @@ class TrainingReplica:
                 "version of PyTorch or of the recipe; the pinned state has to come from another peer"
             )
         return state
+
+    def _kept_states(self) -> tuple[KeptState, ...]:
+        """Return the states of this peer's checkpoints, newest first, without reading the disk."""
+        stored = self._checkpointer.store.kept() if self._checkpointer is not None else ()
+        return tuple(KeptState(anchor_version=one.anchor_version, digest=one.digest) for one in stored[:MAX_KEPT])
 
     def _discard_checkpoint(self) -> None:
         if self._checkpointer is not None:

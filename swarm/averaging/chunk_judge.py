@@ -1,7 +1,8 @@
 """Judge of one result chunk: reduces it again from the contributions that it says it includes, and compares the bytes.
 
 Owners reduce the same way (``reduction.PartReducer``), and the same contributions give the same bytes on every machine,
-so a difference proves that whoever signed the part did not make the mean that it claims.
+so a difference proves that whoever signed the part did not make the mean that it claims. How far that moved the mean is
+compared with how far its maker's own contribution could have moved it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from shoal.compression.codec_map import CodecMap
+from shoal.compression.formats import CodecError
 from shoal.compression.norms import RELATIVE_ERROR
 from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.merkle import MerkleTree, is_of
@@ -28,6 +32,9 @@ from shoal.swarm.protocol.verdict_chain import check_verdict
 _LEEWAY = 1.0 + 4.0 * RELATIVE_ERROR
 """Factor on claimed squares. Machines measure a square with an error of up to ``RELATIVE_ERROR`` each, up or down, so a
 chunk at the edge of its claim may have been within it for its owner; so little above it does no harm."""
+
+_MOST_EXCESS = 1e9
+"""Largest excess that is told: of a maker whose own contribution could move nothing there, for one."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,15 @@ class RunFacts:
 @dataclass(frozen=True)
 class Judgement:
     """What evidence shows. ``guilty``: ``maker`` signed another mean than that of what it says it includes;
-    ``innocent``: its mean is right; ``void``: nothing, as the evidence is incomplete or not signed as it should be."""
+    ``innocent``: its mean is right; ``void``: nothing, as the evidence is incomplete or not signed as it should be.
+    ``excess``: how far the wrong mean is from the right one, relative to how far the maker's own contribution could
+    have moved it (``NormBounds.influence``); above 1 it is beyond the bound."""
 
     word: Literal["guilty", "innocent", "void"]
     reason: str
     maker: str = ""
     round: int = 0
+    excess: float = 0.0
 
 
 def judge(data: bytes, facts: RunFacts) -> Judgement:
@@ -65,6 +75,7 @@ def judge(data: bytes, facts: RunFacts) -> Judgement:
         evidence = unpack_evidence(data)
         plan, part = _committed(evidence, facts)
         maker = _maker(evidence, plan)
+        peer = plan.members[maker].peer
         store = ResultStore(plan, facts.codec_map)
         included = _included(evidence, store, part)
         packed = {
@@ -75,8 +86,30 @@ def judge(data: bytes, facts: RunFacts) -> Judgement:
         return Judgement("void", str(error))
     again = reduce_again(store, evidence.chunk, included, packed)
     if same_bytes(again, memoryview(evidence.result)):
-        return Judgement("innocent", f"chunk {evidence.chunk} is the mean of what it includes", maker, plan.round)
-    return Judgement("guilty", f"chunk {evidence.chunk} is not the mean of what it says it includes", maker, plan.round)
+        return Judgement("innocent", f"chunk {evidence.chunk} is the mean of what it includes", peer, plan.round)
+    excess = _excess(store, evidence, maker, included, again)
+    reason = (
+        f"chunk {evidence.chunk} is not the mean of what it says it includes: it is off by {excess:.3g} times what its "
+        "maker's own contribution could have moved it"
+    )
+    return Judgement("guilty", reason, peer, plan.round, excess)
+
+
+def _excess(store: ResultStore, evidence: Evidence, maker: int, included: Sequence[int], again: memoryview) -> float:
+    """Return how far the wrong mean is from the right one, relative to the maker's influence there."""
+    result = memoryview(evidence.result)
+    moved = float((_values(store, evidence.chunk, result) - _values(store, evidence.chunk, again)).double().norm())
+    allowed = store.norm_bounds.influence(maker, included, *store.bounds(evidence.chunk))
+    return min(moved / allowed, _MOST_EXCESS) if allowed else _MOST_EXCESS
+
+
+def _values(store: ResultStore, chunk: int, result: memoryview) -> torch.Tensor:
+    """Return what members make of a result chunk, (n,) float32: zeros where it is void or does not decode."""
+    start, stop = store.bounds(chunk)
+    try:
+        return store.codec(chunk).decode(result[store.group.header_bytes :], stop - start)
+    except CodecError:
+        return torch.zeros(stop - start)
 
 
 def _committed(evidence: Evidence, facts: RunFacts) -> tuple[RoundPlan, Part]:
@@ -93,8 +126,10 @@ def _committed(evidence: Evidence, facts: RunFacts) -> tuple[RoundPlan, Part]:
     return plan, plan.parts[evidence.part]
 
 
-def _maker(evidence: Evidence, plan: RoundPlan) -> str:
-    """Return the member that has signed for this chunk under this plan. Raises ``WireError`` if nobody has."""
+def _maker(evidence: Evidence, plan: RoundPlan) -> int:
+    """Return the index of the member that has signed for this chunk under this plan.
+
+    Raises ``WireError`` if nobody has."""
     statement, chunk = PartStatement.of(evidence.verdict, evidence.part), evidence.chunk
     made = evidence.verdict.makers[evidence.part] if statement is not None else None
     if statement is None or made is None or made.member >= len(plan.members):
@@ -104,7 +139,7 @@ def _maker(evidence: Evidence, plan: RoundPlan) -> str:
         raise WireError("its maker has not signed for that chunk")
     if not has_signed(maker.identity_key, maker.peer, made.signature, statement.bytes_to_sign()):
         raise WireError("the part is not signed by its maker")
-    return maker.peer
+    return made.member
 
 
 def _included(evidence: Evidence, store: ResultStore, part: Part) -> list[int]:

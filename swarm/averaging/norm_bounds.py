@@ -32,6 +32,7 @@ class NormBounds:
     def __init__(self, plan: RoundPlan, codec_map: CodecMap, leeway: float = 1.0) -> None:
         """``leeway``: factor on the squares that contributions may have."""
         elements = plan.parts[-1].stop
+        self._elements = elements
         self._codec_map = codec_map
         self._leeway = leeway
         self._members = len(plan.members)
@@ -58,6 +59,19 @@ class NormBounds:
         """Bound on a mean of these members as its owner encodes it. ``with_partial_sums``: some came as partial sums,
         which are encoded, too."""
         return self._mean(included, start, stop, 1 + with_partial_sums, self._levels)
+
+    def influence(self, member: int, included: Sequence[int], start: int, stop: int) -> float:
+        """Return how far this member's own contribution can move the mean of ``included`` members at these values.
+
+        Its claim for a range is spread evenly over the range's values, so over the chunks of a vector the squares add
+        up to that of its whole contribution's influence."""
+        spans = range(self._step * (start // self._step), stop, self._step)
+        square = 0.0
+        for index, first in zip(range(start // self._step, len(self._squares[member])), spans, strict=False):
+            size = min(first + self._step, self._elements) - first
+            square += float(self._squares[member, index]) * (min(stop, first + size) - max(start, first)) / size
+        total = float(self._weights[sorted({*included, member})].sum())
+        return float(self._pulls[member]) / total * math.sqrt(square)
 
     def _mean(self, included: Sequence[int], start: int, stop: int, times_packed: int, levels: int) -> float:
         who = list(included)

@@ -48,7 +48,7 @@ class AccessTrail:
         return AccessRecord.model_validate({"number": 0, "at_s": at_s, "kind": kind} | fields)
 
     def _record_of(self, event: ev.JournalEvent, unix_s: float) -> AccessRecord | None:
-        """Return the record of an event in the run's own scope; None for all others."""
+        """Return the record of an event in the run's own scope, or of a wrong mean in any; None for all others."""
         match event:
             case ev.MemberJoined(entry=entry):
                 about = {"peer": entry.peer, "name": entry.name, "role": entry.role}
@@ -62,6 +62,11 @@ class AccessTrail:
             case ev.MemberExpelled():
                 evidence = {"evidence": event.evidence, "accuser": event.accuser, "round": event.round}
                 return self._new("expelled", event.at_s, peer=event.peer, **evidence)
+            case ev.MeanDisproved() | ev.InScope(event=ev.MeanDisproved()):
+                wrong = event.event if isinstance(event, ev.InScope) else event
+                assert isinstance(wrong, ev.MeanDisproved)
+                evidence = {"evidence": wrong.evidence, "accuser": wrong.accuser, "round": wrong.round}
+                return self._new("mean disproved", wrong.at_s, peer=wrong.maker, excess=wrong.excess, **evidence)
             case ev.PeerAllowed():
                 return self._new("allowed", event.at_s, peer=event.peer)
             case ev.InviteMade(terms=terms):

@@ -70,8 +70,8 @@ class Barrier:
         return bool(ends)
 
     def _roll_back(self, now_s: float) -> bool:
-        """Go back where a scope's newest state is lost; all other scopes go back with it."""
-        backs = [scope.look_for_holders(now_s) for scope in self.scopes]
+        """Go back where a scope's newest state is lost, or a mean was wrong; all other scopes go back with it."""
+        backs = [scope.look_for_holders(now_s) or scope.look_behind_wrong_mean(now_s) for scope in self.scopes]
         due = [(back.version, scope, back) for scope, back in zip(self.scopes, backs, strict=True) if back is not None]
         if not due:
             return False

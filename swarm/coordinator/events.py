@@ -132,7 +132,8 @@ class WentBack(Record):
     """Rollback of the run to an earlier anchor version with a verdict: nobody holds ``from_version`` any more, or
     training has ``diverged``. ``digest``: of the restored state; ``vouched_round``: the committed round that was
     planned on it; ``keepers``: members that report to have it; ``bad_version``: after a divergence, the version from
-    which no work succeeds; ``suspects``: members that may have spoilt it, whose work does not count for a while."""
+    which no work succeeds; ``suspects``: members that may have spoilt it, whose work does not count for a while.
+    ``evidence``: id of that on a wrong mean which this undoes, as it was beyond the bound (``MeanDisproved``)."""
 
     from_version: Count
     digest: Digest
@@ -141,6 +142,7 @@ class WentBack(Record):
     diverged: bool = False
     bad_version: Count = 0
     suspects: tuple[PeerId, ...] = ()
+    evidence: Digest | None = None
 
 
 class Accusation(Record):
@@ -239,6 +241,20 @@ class MemberExpelled(JournalEvent):
     evidence: Digest
     accuser: PeerId
     round: Count
+    at_s: UnixTime
+
+
+class MeanDisproved(JournalEvent):
+    """``evidence`` (its id; the journal keeps it) proves that ``maker`` signed a mean in ``round`` that is wrong beyond
+    the bound: off by ``excess`` times what its own contribution could have moved it. The run goes back to a state of
+    ``version``, on which that round was planned, or before. ``accuser``: the member that showed it."""
+
+    round: Count
+    version: Count
+    evidence: Digest
+    maker: PeerId
+    accuser: PeerId
+    excess: Annotated[float, Field(gt=1, le=1e30)]
     at_s: UnixTime
 
 
@@ -350,7 +366,8 @@ class RunSnapshot(JournalEvent):
     each would hold up the event loop for seconds in a long run; ``lost_again``, ``undone_again``: samples to be trained
     on again (``lease_ledger.RetrainedSamples``); ``setback``: rollbacks since the run diverged
     (``divergence.Setback``); ``accusations``: those in force; ``agreement``: on ``agreed_digest``; ``took_part``:
-    members of the committed plan that made this version, who decide on its digest."""
+    members of the committed plan that made this version, who decide on its digest; ``disproved``: the mean behind
+    which the run is about to go back."""
 
     epoch: Count
     round: Count
@@ -379,6 +396,7 @@ class RunSnapshot(JournalEvent):
     undone_again: tuple[SampleRange, ...]
     accusations: tuple[Accusation, ...]
     setback: tuple[Count, Count, Count] = (0, 0, 0)
+    disproved: MeanDisproved | None = None
     access: AccessKept = AccessKept()
 
 

@@ -77,6 +77,7 @@ from shoal.swarm.coordinator.trust import (
     work_after,
 )
 from shoal.swarm.coordinator.work_review import WorkReview
+from shoal.swarm.coordinator.wrong_means import is_pending, rollback_behind, say_rollback_behind, version_of
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.protocol.messages import (
@@ -159,6 +160,8 @@ class RoundScope:
         self.verdict: Verdict | None = None
         self.history = History()
         self.setback = Setback()
+        self.disproved: ev.MeanDisproved | None = None
+        """Mean behind which the run is about to go back."""
         self.rounds_aborted = self.rounds_undone = 0
         self.tokens_committed = self.tokens_undone = 0
         self.loss: float | None = None
@@ -173,6 +176,7 @@ class RoundScope:
         self._punctuality = Punctuality()
         self._outage = Outage(self.deadlines)
         self._outlook: PossibleRollback | None = None
+        self._asked_for_kept_s: float | None = None
 
     @property
     def number(self) -> int:
@@ -282,6 +286,8 @@ class RoundScope:
                 score = event.signed.score
                 before = self.membership.members[score.peer].work
                 self.membership.note_work(score.peer, work_after(before, event.by, score))
+            case ev.MeanDisproved():
+                self.disproved = event
             case ev.EpochsCovered():
                 self.retrained.forget(event.stop * event.samples)
             case _:
@@ -436,6 +442,8 @@ class RoundScope:
         about = level, plan.rho, self.round.median_loss, suspects
         done = CommittedRound(verdict.round, plan.state_digest, verdict.tokens, took_s, merged, *about)
         self.history.rounds.append(done)
+        if self.disproved is not None and not is_pending(self.disproved, self.history):
+            self.disproved = None
         assert len(self.history.rounds) == self.anchor_version
         self.membership.advance(self.anchor_version)
 
@@ -458,6 +466,8 @@ class RoundScope:
             self.membership.members[peer].suspend(verdict.round)
             self.leases.give_back(peer)
         rounds, tokens, ranges = self.history.undo(verdict.anchor_version)
+        if self.disproved is not None and verdict.anchor_version <= self.disproved.version:
+            self.disproved = None
         self._forget_agreement()
         self.anchor_version, self.agreed_digest, self.took_part = verdict.anchor_version, to.digest, frozenset()
         self.tokens_committed -= tokens
@@ -503,6 +513,7 @@ class RoundScope:
             state_digest=self.agreed_digest,
             agreement=self.agreement,
             is_disputed=self.is_disputed,
+            wants_kept=self.disproved is not None,
             tokens_committed=self.tokens_committed,
             tokens_in_round=self.tokens_in_round(),
             members=len(self.membership.trainers()),
@@ -682,6 +693,7 @@ class RoundScope:
             lost_again=to_wire(self.retrained.lost),
             undone_again=to_wire(self.retrained.undone),
             setback=(self.setback.bad_version, self.setback.returns, self.setback.fruitless),
+            disproved=self.disproved,
             accusations=self.accusations.kept(),
             access=self.admission.access_list.kept() if self.stage is None else ev.AccessKept(),
         )
@@ -703,6 +715,7 @@ class RoundScope:
         self.history = History.unpack(snapshot.history)
         self.retrained = RetrainedSamples(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
         self.setback = Setback(*snapshot.setback)
+        self.disproved = snapshot.disproved
         self.accusations = Accusations({(one.by, one.of): one.round for one in snapshot.accusations})
         if self.stage is None:
             self.admission.access_list.restore(snapshot.access)
@@ -879,6 +892,8 @@ class RoundScope:
         self.round.progress_s += stood_s
         self.round.reported_s += stood_s
         self._outage.excuse(stood_s)
+        if self._asked_for_kept_s is not None:
+            self._asked_for_kept_s += stood_s
         self.leasing.clock.excuse(stood_s)
 
     # Rollback -------------------------------------------------------------------------------------------
@@ -903,7 +918,7 @@ class RoundScope:
         """Return the end of the round with which the run goes back to an earlier version.
 
         ``diverged``: the reason, unless the newest state is lost."""
-        made = self.history.rounds[version]
+        made, wrong = self.history.rounds[version], self.disproved
         went_back = ev.WentBack(
             from_version=self.anchor_version,
             digest=made.digest,
@@ -912,6 +927,7 @@ class RoundScope:
             diverged=diverged is not None,
             bad_version=diverged.bad_version if diverged else 0,
             suspects=diverged.suspects if diverged else (),
+            evidence=wrong.evidence if wrong is not None and version <= wrong.version else None,
         )
         self._outage.end()
         self._outlook = None
@@ -925,8 +941,48 @@ class RoundScope:
         reason = Judgement(reason=say_divergence_rollback(back, self.history, self.membership.members))
         return self.go_back_to(back.version, back.keepers, reason, back)
 
+    # Wrong means ----------------------------------------------------------------------------------------
+
+    def undoes(self, round_number: int, excess: float) -> bool:
+        """Whether a proven wrong mean of that round makes the run go back: it is beyond the bound, the round is new,
+        and no earlier one is about to be undone."""
+        version = version_of(self.history, round_number)
+        is_first = self.disproved is None or (version is not None and version < self.disproved.version)
+        return version is not None and excess > 1.0 and is_first and not self.has_ended
+
+    def disprove(self, round_number: int, maker: str, evidence: bytes, accuser: str, excess: float) -> None:
+        """Record that evidence proves a mean wrong, if that makes the run go back."""
+        version = version_of(self.history, round_number)
+        if version is None or not self.undoes(round_number, excess):
+            return
+        self.record(
+            ev.MeanDisproved(
+                round=round_number,
+                version=version,
+                evidence=evidence,
+                maker=maker,
+                accuser=accuser,
+                excess=excess,
+                at_s=self.log.unix_s,
+            )
+        )
+
+    def look_behind_wrong_mean(self, now_s: float) -> PossibleRollback | None:
+        """Return where to go back to because of a wrong mean, between rounds, once members have said what they keep."""
+        if self.disproved is None:
+            self._asked_for_kept_s = None
+            return None
+        if self._asked_for_kept_s is None:
+            self._asked_for_kept_s = now_s
+        is_told = now_s >= self._asked_for_kept_s + 2 * self.deadlines.heartbeat_s
+        if not is_told or self.round.phase not in ("waiting", "training"):
+            return None
+        return rollback_behind(self.disproved, self.history, self.membership.trainers())
+
     def say_rollback(self, back: PossibleRollback) -> str:
         """Return the reason of the verdict with which the run goes back."""
+        if self.disproved is not None and back.version <= self.disproved.version:
+            return say_rollback_behind(self.disproved, back, self.history, self.membership.members)
         return say_rollback(back, self.history, len(self.membership.trainers()))
 
     def say_outlook(self) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.coordinator.access_trail import AccessTrail
 from shoal.swarm.coordinator.events import JournalEvent, verdicts_in
-from shoal.swarm.coordinator.evidence_intake import EvidenceIntake, Word, is_whole
+from shoal.swarm.coordinator.evidence_intake import EvidenceIntake, is_whole
 from shoal.swarm.coordinator.history_reader import HistoryReader
 from shoal.swarm.coordinator.host_commands import HostCommands, last_record, read_records, replayed
 from shoal.swarm.coordinator.journal import Journal
@@ -78,6 +78,8 @@ from shoal.swarm.transport.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from shoal.swarm.averaging.chunk_judge import Judgement
 
 log = logging.getLogger(__name__)
 
@@ -418,7 +420,10 @@ class ScopeHandlers:
         return Acknowledged()
 
     async def _show_evidence(self, channel: Channel, message: Message) -> Message:
-        """Take a piece of evidence; of whole evidence that proves a wrong mean, its maker is expelled."""
+        """Take a piece of evidence; of whole evidence that proves a wrong mean, its maker is expelled.
+
+        If the mean is wrong beyond the bound the run goes back, also when a friend of its maker has had it expelled
+        for a smaller lie before."""
         assert isinstance(message, PeerToCoordinatorShowEvidence)
         assert self.rounds is not None
         service, rounds = self.service, self.rounds
@@ -435,15 +440,17 @@ class ScopeHandlers:
             data = service.evidence.add(peer, message, time.monotonic())
             if data is None:
                 return CoordinatorToPeerReceipt(evidence=message.evidence, judgement="incomplete")
-            word, maker, number = await in_thread(_judged, data, message.evidence, *facts)
+            found = await in_thread(_judged, data, message.evidence, *facts)
             # What else is shown of a member that is banned already is not kept: a liar's friend could fill the disk.
-            if word == "guilty" and maker not in service.scope.admission.access_list.bans:
+            is_new = found.maker not in service.scope.admission.access_list.bans
+            if found.word == "guilty" and (is_new or rounds.undoes(found.round, found.excess)):
                 await in_thread(service.journal.keep_evidence, message.evidence.hex(), data)
                 async with service.lock:
-                    service.scope.admission.expel(maker, message.evidence, peer, number)
+                    service.scope.admission.expel(found.maker, message.evidence, peer, found.round)
+                    rounds.disprove(found.round, found.maker, message.evidence, peer, found.excess)
                     await service.flush()
-            service.evidence.conclude(peer, message.evidence, word, time.monotonic())
-        return CoordinatorToPeerReceipt(evidence=message.evidence, judgement=word)
+            service.evidence.conclude(peer, message.evidence, found.word, time.monotonic())
+        return CoordinatorToPeerReceipt(evidence=message.evidence, judgement=found.word)
 
     # Validators ---------------------------------------------------------------------------------------------
 
@@ -752,15 +759,16 @@ class CoordinatorService:
 
 def _judged(
     data: bytes, evidence: bytes, run: RunFile, host_key: bytes, layout: tuple[TensorSpec, ...], stage: int | None
-) -> tuple[Word, str, int]:
-    """Judge evidence; returns what it shows, the maker of the mean, and the round. For a worker thread."""
-    from shoal.swarm.averaging.chunk_judge import RunFacts, judge  # imports torch, which nothing else here needs
+) -> Judgement:
+    """Judge evidence. For a worker thread."""
+    # Imports torch, which nothing else here needs.
+    from shoal.swarm.averaging.chunk_judge import Judgement, RunFacts, judge
 
     if not is_whole(data, evidence):
-        return "void", "", 0
+        return Judgement("void", "not the evidence of that id")
     found = judge(data, RunFacts.of(run, host_key, layout, stage))
     log.warning("evidence %s: %s: %s", evidence.hex()[:16], found.word, found.reason)
-    return found.word, found.maker, found.round
+    return found
 
 
 def _addresses_of(

@@ -22,6 +22,7 @@ RecordKind = Literal[
     "kicked",
     "banned",
     "expelled",
+    "mean disproved",
     "allowed",
     "invite made",
     "invite revoked",
@@ -41,8 +42,8 @@ class AccessRecord(Record):
     """One record. ``text``: the reason of a loss, or the host's note; ``network``: where a member came from, or what is
     banned; ``invite``: by which one a member joined for the first time, or which was made or revoked; ``uses`` and
     ``expires_s``: limits of a made one; ``score``: a validator's of the member's work; ``refused``: what was refused
-    since the last such record; ``evidence``: the id of what a member was expelled for (``evidence.py``), which
-    ``accuser`` has shown of ``round``.
+    since the last such record; ``evidence``: the id of what a member was expelled for, or what proves its mean wrong
+    beyond the bound, by ``excess`` times what it could move (``evidence.py``), and ``accuser`` has shown of ``round``.
 
     ``previous``: the chain hash of the record before; ``chain``: SHA-256 over all fields but itself and the host's
     ``signature`` of it."""
@@ -61,6 +62,7 @@ class AccessRecord(Record):
     evidence: Digest | None = None
     accuser: PeerId | Literal[""] = ""
     round: Count = 0
+    excess: Annotated[float, Field(ge=0, le=1e30)] = 0.0
     score: SignedScore | None = None
     refused: Annotated[tuple[Refusals, ...], Field(max_length=MAX_REASONS)] = ()
     previous: Digest = bytes(32)

@@ -215,8 +215,9 @@ class RunView(Record):
     empty without one. ``as_expected``: ``plan`` is the expected one, and none of its members has left
     since. ``state_digest``: of this version, once it is agreed; ``agreement``: the same with the host's signature, None
     for a beginning that the run file determines; ``is_disputed``: the state is disputed, so everybody replays it.
-    ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``pipeline``: in the
-    run's own scope, once stages are planned."""
+    ``wants_kept``: the run is about to go back behind a wrong mean, so members that hold a state also report those that
+    they keep. ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``pipeline``: in
+    the run's own scope, once stages are planned."""
 
     epoch: Count
     sequence: Count
@@ -231,6 +232,7 @@ class RunView(Record):
     state_digest: Digest | None
     agreement: StateAgreement | None = None
     is_disputed: bool = False
+    wants_kept: bool = False
     tokens_committed: Count
     tokens_in_round: Count
     members: Count

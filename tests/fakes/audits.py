@@ -1,6 +1,6 @@
 """A committed round on the in-memory network whose means can be audited, with an owner that may lie."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -93,13 +93,17 @@ def signed_part(verdict: Verdict, part: int, made: Made) -> PartMaker:
     return maker.model_copy(update={"signature": MEMBERS[one.owner].sign(statement.bytes_to_sign())})
 
 
-def lie(side: Side) -> None:
-    """Make this owner change one bit of each of its means."""
+def change_a_bit(mean: memoryview) -> None:
+    mean[-1] ^= 1
+
+
+def lie(side: Side, change: Callable[[memoryview], None]) -> None:
+    """Make this owner change each of its means."""
     store = side.store
 
     async def put(chunk: int, data: memoryview) -> None:
         changed = memoryview(bytearray(data))
-        changed[-1] ^= 1
+        change(changed)
         await store.put(chunk, changed)
 
     side.exchange.as_owner.put = put
@@ -111,6 +115,7 @@ async def committed_round(
     mean: str = "weighted",
     run_hash: bytes = RUN_HASH,
     made: Made = MappingProxyType({}),
+    change: Callable[[memoryview], None] = change_a_bit,
 ) -> AuditedRound:
     network = MemoryNetwork()
     sides = make_sides(network, make_plan(mean), codec)
@@ -118,7 +123,7 @@ async def committed_round(
     for side, kept in zip(sides, inclusions, strict=True):
         side.exchange.keep_inclusions(kept)
     if liar is not None:
-        lie(sides[liar])
+        lie(sides[liar], change)
     await run_all(sides)
     for member, kept in zip(MEMBERS, inclusions, strict=True):
         network.endpoints[member.peer_id].publish(kept.blob, kept)

@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.fakes.audits import ELEMENTS, HOST, MEMBERS, committed_round
+from tests.fakes.audits import ELEMENTS, HOST, MEMBERS, change_a_bit, committed_round
 from tests.fakes.virtual_clock import run_virtual
 from tests.swarm.coordinator.world import CPU, entry, heartbeat
 
+from shoal.compression.registry import get_codec
 from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.coordinator.service import CoordinatorService
@@ -30,13 +31,21 @@ MODEL = PeerToCoordinatorDescribeModel(
 LIAR = MEMBERS[1].peer_id
 
 
-def evidence_of(liar: int | None, chunk: int = 2) -> bytes:
+def evidence_of(liar: int | None, chunk: int = 2, change: Callable[[memoryview], None] = change_a_bit) -> bytes:
     """Return evidence on a chunk of the second member's part: the third or fourth of the round."""
 
     async def main() -> bytes:
-        return await (await committed_round(liar=liar, run_hash=RUN.hash)).evidence(1, chunk)
+        return await (await committed_round(liar=liar, run_hash=RUN.hash, change=change)).evidence(1, chunk)
 
     return run_virtual(main())
+
+
+def negate(mean: memoryview) -> None:
+    """Make the opposite of a mean: a lie beyond the bound."""
+    codec, values = get_codec("int8"), min(4096, len(mean))
+    while codec.packed_bytes(values) != len(mean) - 1:
+        values -= 1
+    mean[1:] = memoryview(codec.encode(-codec.decode(mean[1:], values)).numpy())
 
 
 GUILTY, INNOCENT = evidence_of(1), evidence_of(None)

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.fakes.audits import HOST
-from tests.fakes.hearings import GUILTY, INNOCENT, LIAR, RUN, TOML, serving, show
+from tests.fakes.hearings import GUILTY, INNOCENT, LIAR, RUN, TOML, evidence_of, negate, serving, show
+from tests.swarm.coordinator.test_evidence_service import has_committed
 from tests.swarm.coordinator.world import entry
 
 from shoal.peer.cli.audits import show_audits
 from shoal.peer.cli.host import ORIGIN_FILE
 from shoal.peer.history.history_file import HistoryOrigin, pack_origin
+from shoal.swarm.averaging.chunk_judge import Judgement
 from shoal.swarm.coordinator.local_journal import LocalJournal, evidence_path
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import StateFileError, UserError, WrongEvidence
@@ -52,6 +54,22 @@ def test_an_expulsion_is_listed_with_its_evidence(folder: Path) -> None:
     assert "guilty" in said(folder, check=True)
 
 
+def test_a_mean_beyond_the_bound_is_told_apart(tmp_path: Path) -> None:
+    far = evidence_of(1, 3, negate)
+
+    async def test(service: CoordinatorService, journal: LocalJournal) -> None:
+        has_committed(service, 2)
+        assert await show(service, 1, far) == "guilty"
+
+    serving(tmp_path, test)
+    origin = HistoryOrigin(run_toml=TOML, coordinator=HOST.certify(HOST.coordinator_keys()))
+    (tmp_path / ORIGIN_FILE).write_bytes(pack_origin(origin))
+    text = said(tmp_path, check=True)
+    assert text.count("guilty") == 2
+    assert "round 3: a mean was off by " in text
+    assert "1 expulsions, and 1 means beyond the bound" in text
+
+
 def test_json_has_the_judgement(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_audits(str(folder), folder / "no keys", Console(), check=True, as_json=True)
     (one,) = map(json.loads, capsys.readouterr().out.splitlines())
@@ -70,7 +88,7 @@ def test_evidence_that_is_not_there_is_an_error_of_its_own(folder: Path, data: b
     if data is not None:
         path.write_bytes(data)
     said(folder, check=False)
-    with pytest.raises(WrongEvidence, match="1 of 1 expulsions are not proven") as error:
+    with pytest.raises(WrongEvidence, match="1 of 1 records are not proven") as error:
         said(folder, check=True)
     assert error.value.exit_code == 57
     out = Console(file=io.StringIO(), width=80)
@@ -84,7 +102,7 @@ def test_who_was_expelled_by_evidence_of_its_innocence_is_shown_right(
 ) -> None:
     """A host that lies about what evidence proves is found out by whoever judges it again."""
     judged = "shoal.swarm.coordinator.service._judged"
-    monkeypatch.setattr(judged, lambda *_: ("guilty", LIAR, 3))
+    monkeypatch.setattr(judged, lambda *_: Judgement("guilty", "so it says", LIAR, 3))
 
     async def test(service: CoordinatorService, journal: LocalJournal) -> None:
         assert await show(service, 1, INNOCENT) == "guilty"

@@ -1,18 +1,23 @@
 """Evidence proves a wrong mean, and whatever else is done to it proves nothing."""
 
+import math
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
-from tests.fakes.audits import HOST, committed_round, facts, signed
+from tests.fakes.audits import HOST, change_a_bit, committed_round, facts, signed
+from tests.fakes.claims import claiming
 from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.compression.formats import CODEC_NAMES
 from shoal.compression.norms import RELATIVE_ERROR
-from shoal.swarm.averaging.chunk_judge import _LEEWAY, RunFacts, checked_contribution, judge
+from shoal.swarm.averaging.chunk_judge import _LEEWAY, RunFacts, _values, checked_contribution, judge
+from shoal.swarm.averaging.norm_bounds import NormBounds
+from shoal.swarm.averaging.norm_claims import claimed_squares, pack, ranges
 from shoal.swarm.averaging.reduction import PartReducer
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import WireError
@@ -22,9 +27,14 @@ from shoal.swarm.protocol.identity import Identity
 PART, CHUNK = 1, 2
 
 
-def evidence_of(codec: str = "int8", liar: int | None = None, mean: str = "weighted") -> Evidence:
+Change = Callable[[memoryview], None]
+
+
+def evidence_of(
+    codec: str = "int8", liar: int | None = None, mean: str = "weighted", change: Change = change_a_bit
+) -> Evidence:
     async def main() -> Evidence:
-        done = await committed_round(codec, liar, mean)
+        done = await committed_round(codec, liar, mean, change=change)
         return unpack_evidence(await done.evidence(PART, CHUNK))
 
     return run_virtual(main())
@@ -51,6 +61,62 @@ def test_a_made_up_mean_is_proven() -> None:
     plan = WRONG.verdict.plan
     assert plan is not None
     assert (found.word, found.maker) == ("guilty", plan.members[1].peer)
+
+
+def scaled(factor: float) -> Change:
+    """Return the lie of an owner that makes its mean so many times as long; of float32 values behind one byte."""
+
+    def change(mean: memoryview) -> None:
+        values = np.frombuffer(mean, dtype="<f4", offset=1)
+        values *= np.float32(factor)
+
+    return change
+
+
+@pytest.mark.parametrize("factor", [-1.0, 1.001, 0.0, 1.5])
+def test_the_bound_is_what_the_makers_own_work_could_move(factor: float) -> None:
+    evidence = evidence_of("float32", 1, change=scaled(factor))
+    found = judge(pack_evidence(evidence), facts("float32"))
+    right = evidence_of("float32")
+    store = ResultStore(right.verdict.plan, get_codec_map("float32"))  # type: ignore[arg-type]
+    start, stop = store.bounds(CHUNK)
+    mean = np.frombuffer(right.result, dtype="<f4", offset=1)
+    members = right.verdict.plan.members  # type: ignore[union-attr]
+    share = members[1].weight_tokens / sum(one.weight_tokens for one in members)
+    claim = math.sqrt(store.norm_bounds.contribution(1, start, stop) / 1.01)  # the chunk is one claimed range
+    moved = abs(factor - 1.0) * float(np.linalg.norm(mean.astype(np.float64)))
+    assert found.word == "guilty"
+    assert found.excess == pytest.approx(moved / (share * claim), rel=0.01)
+    assert (found.excess > 1.0) == (factor in (-1.0, 0.0)), "the mean of random work is 1 / sqrt(3) as long as each"
+
+
+def test_a_mean_that_does_not_decode_is_void_to_the_judge_as_to_members() -> None:
+    plan = RIGHT.verdict.plan
+    assert plan is not None
+    store = ResultStore(plan, get_codec_map("float32"))
+    assert not _values(store, CHUNK, memoryview(b"\x07" + np.full(4096, np.nan, "<f4").tobytes())).any()
+
+
+def test_who_claims_nothing_may_move_nothing() -> None:
+    plan = RIGHT.verdict.plan
+    assert plan is not None
+    idle = plan.model_copy(update={"members": (plan.members[0].model_copy(update={"norms": b""}), *plan.members[1:])})
+    assert NormBounds(idle, get_codec_map("int8")).influence(0, [1, 2], 0, 4096) == 0.0
+
+
+@pytest.mark.parametrize("elements", [5 * 4096 + 123, 70 * 4096 + 7, 200 * 4096 + 1])
+@pytest.mark.parametrize("chunk", [4096, 3 * 4096, 10**6])
+def test_over_all_chunks_it_is_that_of_the_whole_contribution(elements: int, chunk: int) -> None:
+    plan = RIGHT.verdict.plan
+    assert plan is not None
+    parts = (plan.parts[0].model_copy(update={"start": 0, "stop": elements}),)
+    drawn = np.random.default_rng(1).random(len(ranges(elements)))
+    plan = plan.model_copy(update={"parts": parts, "members": plan.members[:1]})
+    plan = claiming(plan, [pack(list(drawn))], [0.5])
+    bounds = NormBounds(plan, get_codec_map("int8"))
+    squares = [bounds.influence(0, [0], at, min(at + chunk, elements)) ** 2 for at in range(0, elements, chunk)]
+    claimed = claimed_squares(plan.members[0].norms, elements).sum()
+    assert sum(squares) == pytest.approx(0.25 * claimed)
 
 
 @pytest.mark.parametrize(("above", "word"), [(1.0, "innocent"), (1.0 + 2.0**-20, "innocent"), (1.01, "guilty")])

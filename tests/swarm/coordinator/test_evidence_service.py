@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.fakes.hearings import GUILTY, INNOCENT, LIAR, evidence_of, serving, show
+from tests.fakes.hearings import GUILTY, INNOCENT, LIAR, evidence_of, negate, serving, show
 from tests.swarm.coordinator.world import entry
 
-from shoal.swarm.coordinator.events import MemberExpelled
+from shoal.swarm.coordinator.events import MeanDisproved, MemberExpelled
 from shoal.swarm.coordinator.local_journal import LocalJournal, evidence_path
+from shoal.swarm.coordinator.rollback import CommittedRound
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import NotAdmitted, Removed, TryLater, WireError
 from shoal.swarm.protocol.evidence import evidence_id
@@ -112,3 +113,59 @@ def test_observers_and_strangers_are_not_heard(tmp_path: Path) -> None:
             await service.handlers[0]._show_evidence(channel, late)
 
     assert not [one for one in serving(tmp_path, test) if isinstance(one, MemberExpelled)]
+
+
+FAR = evidence_of(1, 3, negate)
+"""Of the same round and maker as ``GUILTY``, and beyond the bound."""
+
+
+def undone(service: CoordinatorService) -> list[tuple[int, bytes]]:
+    rounds = service.handlers[0].rounds
+    assert rounds is not None
+    return [] if rounds.disproved is None else [(rounds.disproved.round, rounds.disproved.evidence)]
+
+
+def has_committed(service: CoordinatorService, rounds: int) -> None:
+    """So many rounds are committed, the newest one with the number that the evidence is of."""
+    scope = service.handlers[0].rounds
+    assert scope is not None
+    scope.history.rounds += [
+        CommittedRound(4 - rounds + at, bytes([at]) * 32, 10, 1.0, ((10 * at, 10 * at + 10),)) for at in range(rounds)
+    ]
+
+
+def test_a_mean_beyond_the_bound_makes_the_run_go_back(tmp_path: Path) -> None:
+    async def test(service: CoordinatorService, journal: LocalJournal) -> None:
+        has_committed(service, 2)
+        assert await show(service, 1, FAR) == "guilty"
+        assert undone(service) == [(3, evidence_id(FAR))]
+        kinds = [one.kind for one in journal.access_records(0, 100)]
+        assert kinds[-3:] == ["expelled", "mean disproved", "left"] or kinds[-2:] == ["expelled", "mean disproved"]
+        record = next(one for one in journal.access_records(0, 100) if one.kind == "mean disproved")
+        assert (record.peer, record.evidence, record.round) == (LIAR, evidence_id(FAR), 3)
+        assert record.excess > 1.0
+
+    (event,) = [one for one in serving(tmp_path, test) if isinstance(one, MeanDisproved)]
+    assert (event.version, event.maker, event.accuser) == (1, LIAR, entry(1).peer)
+
+
+def test_a_friend_that_shows_a_smaller_lie_first_protects_no_liar(tmp_path: Path) -> None:
+    async def test(service: CoordinatorService, journal: LocalJournal) -> None:
+        has_committed(service, 2)
+        assert await show(service, 1, GUILTY) == "guilty"
+        assert undone(service) == []
+        assert await show(service, 2, FAR) == "guilty"
+        assert undone(service) == [(3, evidence_id(FAR))]
+        assert evidence_path(tmp_path, evidence_id(FAR).hex()).exists()
+
+    events = serving(tmp_path, test)
+    assert sum(isinstance(one, MemberExpelled) for one in events) == 1
+    assert sum(isinstance(one, MeanDisproved) for one in events) == 1
+
+
+def test_of_a_round_that_is_not_in_the_state_nothing_is_undone(tmp_path: Path) -> None:
+    async def test(service: CoordinatorService, journal: LocalJournal) -> None:
+        assert await show(service, 1, FAR) == "guilty"
+        assert undone(service) == []
+
+    assert not [one for one in serving(tmp_path, test) if isinstance(one, MeanDisproved)]

@@ -327,13 +327,17 @@ class World(JournaledWorld[PlainRun]):
             **worker.said(self.overlap),
             "anchor_version": worker.version,
             "state_digest": worker.digest,
-            "kept": worker.kept,
+            "kept": worker.kept or (self.saved() if self.view(worker).wants_kept else ()),
             "diverged": worker.diverged,
             "tokens_per_s": 40.0,
             "step_s": 0.5,
         }
         self.scope.heartbeat(worker.peer, heartbeat(**(said | claims)), self.now_s)
         self.settle()
+
+    def saved(self) -> tuple[KeptState, ...]:
+        """What each member has on its disk."""
+        return tuple(KeptState(anchor_version=at, digest=of) for at, of in sorted(self.archive.items())[-16:])
 
     def ask(self, worker: Worker, samples: int) -> Ranges:
         worker.last_ask = PeerToCoordinatorRequestLease(samples=samples, **worker.said(self.overlap))
