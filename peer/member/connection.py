@@ -58,8 +58,10 @@ class RunConnection:
         self.run_file: RunFile = client.run_file
         if not client.reachable:
             log.warning(
-                "other peers cannot connect to this machine: it trains and contributes, but reduces no parts of the "
-                "mean; if it has a public address, give it with --advertise HOST:PORT"
+                "other peers cannot connect to this machine (%s): it trains and contributes, but reduces no parts of "
+                "the mean. If it has a public address, give it with --advertise HOST:PORT; behind a router, forward "
+                "both ports, PORT and PORT + 1, to it. `shoal doctor INVITE` says more",
+                client.unreachable,
             )
         try:
             self.members.run.start = self._run_start()

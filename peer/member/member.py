@@ -39,6 +39,7 @@ from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.client.meeting_probe import keep_meeting
 from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -172,12 +173,13 @@ class LocalMember:
 
         ports = (bind[1], bind[1] + 1 if bind[1] else 0)
         async with Node.open(keys, bind[0], ports, admit) as node:
+            node.publish(PROBE, ProbeSource())  # the coordinator dials back with it
             client = CoordinatorClient(node, identity, keys, invite, describe())
             async with cls.joined(client) as member:
                 node.connections_per_link = client.run_file.averaging.streams
-                node.publish(PROBE, ProbeSource())
                 probing = probe_link(client, member.endpoint, member._probed)
-                member._background.append(member._tasks.create_task(probing))
+                meeting = keep_meeting(client, member.endpoint, member.request_heartbeat)
+                member._background += [member._tasks.create_task(one) for one in (probing, meeting)]
                 yield member
 
     @classmethod

@@ -382,7 +382,7 @@ def _path_text(member: MemberStatus) -> str:
 def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType]:
     synced = Text("✓", style="green") if member.synced else Text("–", style="yellow")
     where = f" ({printable(member.left)})" if member.left else "" if member.reachable else _path_text(member)
-    doing = printable(member.activity) + where
+    doing = ("cannot take part" if member.wall else printable(member.activity)) + where
     return [
         Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim"), **_ONE_LINE),
         Text(printable(member.device.name), **_ONE_LINE),

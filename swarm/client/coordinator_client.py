@@ -266,7 +266,8 @@ class CoordinatorClient:
         self.peer = identity.peer_id
         self.me = me
         self._run: PublishedRun | None = None
-        self.reachable = False
+        self.reachable, self.unreachable = False, ""
+        """Whether others can dial this peer, and if not, why."""
         self.coordinator_is_away = False
         self._away_s = -math.inf
         self.farewell: tuple[LeaveReason, str] = ("done", "")
@@ -286,6 +287,7 @@ class CoordinatorClient:
         self._superseded = False
         self._heartbeats_sent = self._heartbeats_answered = 0
         """Number of the newest heartbeat, and of the newest one with an answer."""
+        node.host_key = invite.key
         self._clients = [self]
         """Clients of all scopes that this process is a member of."""
         node.control.handle(CoordinatorToPeerView, self._on_view, scope)
@@ -320,7 +322,7 @@ class CoordinatorClient:
             ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S, self.scope
         )
         check_hash(answer.run_hash, self.invite)
-        self.reachable = answer.reachable
+        self.reachable, self.unreachable = answer.reachable, answer.unreachable
         assert self._connector.channel is not None
         host = self._connector.channel.remote_host
         self._coordinator_reach = least_reach(await all_addresses(host, 0, CONNECT_S))
@@ -455,6 +457,8 @@ class CoordinatorClient:
         ):  # left out, as the heartbeat has named its version
             view = view.model_copy(update={"pipeline": old.pipeline})
         self._apply_roster(view)
+        if view.wall and (old is None or view.wall != old.wall):
+            log.warning("this machine cannot take part now: %s", view.wall)
         self._view = view
         loop = asyncio.get_running_loop()
         self._closes_at_s = None if view.closes_in_s is None else loop.time() + view.closes_in_s
@@ -583,7 +587,12 @@ class CoordinatorClient:
         headway, plan = heartbeat.headway, self.view.pipeline
         if plan is not None:
             headway = headway.model_copy(update={"plan_version": plan.version})
-        known = {"roster_version": self._roster_version, "verdict_chain": self.view.verdict_chain, "headway": headway}
+        known = {
+            "roster_version": self._roster_version,
+            "verdict_chain": self.view.verdict_chain,
+            "headway": headway,
+            "unmet": self.node.unmet.named,
+        }
         beat = heartbeat.model_copy(update=known)
         self._heartbeats_sent += 1
         number = self._heartbeats_sent

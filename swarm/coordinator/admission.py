@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -100,6 +100,7 @@ class AdmittingScope(Protocol):
     def membership(self) -> Membership: ...
     @property
     def has_ended(self) -> bool: ...
+    def walls(self) -> Mapping[str, str]: ...
     def standing(self, peer: str) -> Standing: ...
     def record(self, event: JournalEvent) -> None: ...
 
@@ -324,6 +325,8 @@ class Admission:
         if self._scope.has_ended:
             return
         patience_s = self._deadlines.newcomer_s(self._run.round.max_s)
+        for peer in self._scope.walls():  # it cannot make any progress, whatever it does
+            self._scope.membership.members[peer].progress_s = now_s
         for peer, one in list(self._scope.membership.members.items()):
             is_idle = now_s - one.progress_s > patience_s or now_s - one.worked_s > _MAX_UNPROVEN_S
             if is_idle and one.alive and one.entry.role != "observer":

@@ -53,6 +53,9 @@ class Leasing:
             return []
         if scope.is_suspended(peer) or scope.is_left_out(peer):
             return []
+        if peer in scope.walls():
+            member.progress_s = now_s  # it would work if anybody could get its work
+            return []
         samples = min(ask.samples, self.limit(peer))
         if samples <= 0:
             member.progress_s = now_s  # it would work if it were let

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from shoal.swarm.coordinator.events import (
@@ -17,6 +18,7 @@ from shoal.swarm.coordinator.events import (
     PeerBanned,
     WorkStanding,
 )
+from shoal.swarm.coordinator.reachability import walls
 from shoal.swarm.coordinator.trust import counting, forfeit_credit, weightiest
 from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.types import (
@@ -45,6 +47,9 @@ _MISSED, _LONGEST_ABSENCE = 2, 64
 
 _TOLD_TROUBLES = 64
 """Most troubles in one status: a message has room for so many."""
+
+_LONGEST_WALL = 300
+_NO_WALLS: Mapping[str, str] = MappingProxyType({})
 
 _REMEMBERED_STRANGERS = 256
 """Most departed members without a trace in the run; of more, those that joined first are forgotten."""
@@ -78,7 +83,7 @@ class Member:
     no use. ``left``: why it is not alive any more, and ``trouble``, by its own word, what made it go. ``network``:
     where it comes from; ``invite``: the id of the invite that let its identity in; ``joined_s``: when it joined, in
     Unix time; ``worked_s``: when work of it was committed last, or when it joined; ``progress_s``: when it last said
-    that it had got on with anything."""
+    that it had got on with anything; ``unmet``: members with which it could make no connection."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -128,6 +133,7 @@ class Member:
     headway: Headway = field(default_factory=Headway)
     diverged: KeptState | None = None
     paths: tuple[PathReport, ...] = ()
+    unmet: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.worked_s = self.progress_s = self.heard_s
@@ -300,7 +306,8 @@ class Membership:
         moved = heartbeat.chunks_moved > member.chunks_moved
         if _progress(heartbeat) != _progress(member):
             member.progress_s = now_s
-        if (heartbeat.anchor_version, heartbeat.state_digest) != (member.anchor_version, member.state_digest):
+        reported = (heartbeat.anchor_version, heartbeat.state_digest, heartbeat.unmet)
+        if reported != (member.anchor_version, member.state_digest, member.unmet):
             self._states += 1
         member.heard_s = now_s
         for name in (
@@ -317,6 +324,7 @@ class Membership:
             "headway",
             "diverged",
             "paths",
+            "unmet",
         ):
             setattr(member, name, getattr(heartbeat, name))
         member.claimed_bps = heartbeat.bandwidth_bps
@@ -464,8 +472,18 @@ class Membership:
         known: T = self._remembered[question]
         return known
 
-    def status(self, anchor_version: int, digest: bytes | None, current_round: int = 0) -> tuple[MemberStatus, ...]:
-        """Return the members for a status, live ones first, as many as a message has room for."""
+    def walls(self, anchor_version: int, digest: bytes | None, group_size: int) -> Mapping[str, str]:
+        """Return why live trainers cannot take part, by peer: those that can meet none of whom they would have to."""
+        return self._remember(
+            ("walls", anchor_version, digest),
+            lambda: walls(self.trainers(), self.synced(anchor_version, digest), group_size),
+        )
+
+    def status(
+        self, anchor_version: int, digest: bytes | None, current_round: int = 0, walls: Mapping[str, str] = _NO_WALLS
+    ) -> tuple[MemberStatus, ...]:
+        """Return the members for a status, live ones first, as many as a message has room for. ``walls``: why some of
+        them cannot take part."""
         synced = self.synced(anchor_version, digest)
         total = sum(member.tokens_committed for member in self.members.values())
         credit = self.credit_shares()
@@ -495,6 +513,7 @@ class Membership:
                 trouble=troubles.get(peer, ""),
                 clipped=member.clipped_rounds,
                 suspended_rounds=max(0, member.suspended_until - current_round),
+                wall=walls.get(peer, "")[:_LONGEST_WALL],
             )
             for peer, member in recorded[: 4 * MAX_MEMBERS]
         )

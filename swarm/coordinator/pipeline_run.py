@@ -14,12 +14,14 @@ from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger
 from shoal.swarm.coordinator.model_check import check_same_tokens
 from shoal.swarm.coordinator.placement import PipelineViews, PlacementRequest, believed, cost_of
+from shoal.swarm.coordinator.reachability import WHAT_HELPS, can_be_dialed, can_meet, is_limited, say_apart
 from shoal.swarm.coordinator.round_scope import RoundScope, Sign
 from shoal.swarm.coordinator.stage import Stage
 from shoal.swarm.coordinator.stall_detector import StallDetector
 from shoal.swarm.coordinator.trust import ACCUSED_AT_ONCE, DETOUR_ROUNDS, credit_of, outvotes
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
+from shoal.swarm.pipeline.planner.meeting import strangers
 from shoal.swarm.pipeline.planner.model import Infeasible, PeerCapability, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing
 from shoal.swarm.protocol.messages import (
@@ -132,6 +134,26 @@ class PipelineRun:
         """Return the peers that should get no stage now, less those that had to get one nonetheless."""
         resting = {peer for peer, rest in self.rests.items() if rest.until_s > self.log.unix_s}
         return resting - self.spans.keys()
+
+    def walls(self) -> Mapping[str, str]:
+        """Return why peers have no stage although they could hold one, by peer: whom they would have to meet."""
+        members = self.membership.members
+        idle = self.capabilities.keys() - self.spans.keys()
+        limited = [peer for peer in idle if is_limited(members[peer])]
+        beside = sorted(self.spans or idle) if limited else []
+        apart = {
+            peer: [other for other in beside if other != peer and not can_meet(peer, other, members)]
+            for peer in limited
+        }
+        return {
+            peer: f"it cannot connect to {self._name(others)}, nor they to it, and has no stage beside: {WHAT_HELPS}"
+            for peer, others in apart.items()
+            if others
+        }
+
+    def say_apart(self) -> str:
+        """Say which peers cannot meet the others, and what to do; empty when all can."""
+        return say_apart(self.membership.trainers(), self.walls())
 
     def parameters_bytes(self, stage: int) -> int:
         """Return the size of a stage's parameters in float32."""
@@ -303,6 +325,7 @@ class PipelineRun:
             roster=roster,
             roster_delta=delta,
             pipeline=self.pipeline_view() if not self._knows_spans(peer) else None,
+            wall=self.walls().get(peer, ""),
         )
 
     def _knows_spans(self, peer: str) -> bool:
@@ -358,7 +381,10 @@ class PipelineRun:
     def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
         """Note that a member is alive; how far it is, it reports in its stages."""
         self.log.now_s = now_s
+        unmet_before = self.membership.members[peer].unmet
         self.membership.hear(peer, heartbeat, self.round_number, now_s)
+        if heartbeat.unmet != unmet_before:
+            self._is_plan_due = True
 
     # Driving --------------------------------------------------------------------------------------------
 
@@ -536,7 +562,31 @@ class PipelineRun:
 
     def _peers(self) -> list[PeerCapability]:
         members = self.membership.members
-        return [replace(one, network=members[one.peer].network) for one in believed(self.capabilities)]
+        return [
+            replace(
+                one,
+                network=members[one.peer].network,
+                is_dialed=can_be_dialed(members[one.peer]),
+                unmet=frozenset(members[one.peer].unmet),
+            )
+            for one in believed(self.capabilities)
+        ]
+
+    def _part_strangers(self) -> None:
+        """Take the stages of peers that cannot meet those beside them, so that others get them. Of two peers the one
+        that says so, or else the one that came last: neither is to blame."""
+        members = self.membership.members
+        if not any(is_limited(members[peer]) for peer in self.spans):
+            return
+        for pair in strangers(self.spans, self._peers()):
+            if all(peer in self.spans for peer in pair):
+                one, other = sorted(pair, key=lambda peer: (-members[peer].joined_s, peer))
+                peer = other if one in members[other].unmet and other not in members[one].unmet else one
+                stays = other if peer == one else one
+                reason = f"cannot connect to {self._name([stays])}, which is beside it"
+                self.record(ev.SpanTaken(peer=peer, at_s=self.log.unix_s, reason="", until_s=0.0))
+                self._leave_stages(peer, reason)
+                self._is_plan_due = True
 
     def _assign(self, spans: Mapping[str, tuple[int, int] | None]) -> None:
         """Assign stages to peers, None for none; a peer leaves the stages that it held, and its claims go to others."""
@@ -602,12 +652,13 @@ class PipelineRun:
         if self.has_ended:
             return ""
         if not self.boundaries:
-            return f"waiting for peers that can hold the model together{self._why()}"
+            apart = self.say_apart()
+            return f"waiting for peers that can hold the model together{self._why()}{'; ' if apart else ''}{apart}"
         for stage, (first, stop) in enumerate(pairwise(self.boundaries)):
             if outlook := self.say_stage_outlook(stage):
                 size = f"{self.parameters_bytes(stage) / 1e6:,.1f} MB of parameters"
                 return f"stage {stage} (layers {first} to {stop - 1}, {size}) {outlook}"
-        return ""
+        return self.say_apart()
 
     def say_stage_outlook(self, stage: int) -> str:
         """Say for which state a stage waits; empty when somebody holds its newest."""
@@ -674,6 +725,7 @@ class PipelineRun:
         resting = self.resting()
         if resting != self._resting:
             self._resting, self._is_plan_due = resting, True
+        self._part_strangers()
         for stalled in self._stall_detector.find_stalled(self, now_s):
             self.take_span(stalled.peer, stalled.reason)
 
@@ -706,7 +758,7 @@ def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
         )
         for peer in run.membership.members
     }
-    total = sum(committed.values())
+    total, apart = sum(committed.values()), run.walls()
     told = []
     for one in run.membership.status(0, None):
         mine = [scope for stage, scope in enumerate(run.scopes) if run.holds(one.peer, stage)]
@@ -721,6 +773,7 @@ def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
             "tokens_committed": committed[one.peer],
             "share": committed[one.peer] / total if total else 0.0,
             "credit": run.standing(one.peer).credit,
+            "wall": apart.get(one.peer, "")[:300],
         }
         told.append(one.model_copy(update=update))
     return tuple(told)

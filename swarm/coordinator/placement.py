@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.swarm.memory_account import account_of
+from shoal.swarm.pipeline.planner.meeting import plan_acquainted, rearrange
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, PlanningProblem, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing, plan_stages, predict_rates, replan
 from shoal.swarm.protocol.run_file import RunFile
@@ -112,12 +113,20 @@ class PlacementRequest:
     rebalancing: Rebalancing | None
 
     def plan(self, planner: Planner) -> StagePlan | Infeasible:
-        plan = planner(self.previous, self.layers, self.peers, self.rebalancing)
+        plan = self._plan_with(planner, self.peers, self.rebalancing)
         if isinstance(plan, Infeasible) and self.resting:
             everybody = sorted((*self.peers, *self.resting), key=lambda one: one.peer)
-            with_them = planner(self.previous, self.layers, everybody, None)
+            with_them = self._plan_with(planner, everybody, None)
             return plan if isinstance(with_them, Infeasible) else with_them
         return plan
+
+    def _plan_with(
+        self, planner: Planner, peers: Sequence[PeerCapability], rebalancing: Rebalancing | None
+    ) -> StagePlan | Infeasible:
+        def make(some: Sequence[PeerCapability]) -> StagePlan | Infeasible:
+            return planner(self.previous, self.layers, some, rebalancing)
+
+        return plan_acquainted(make, peers, self.previous)
 
     def unchanged(self, now: PlacementRequest) -> set[str]:
         """Return the peers that have the same figures and the same span in a later request."""
@@ -157,6 +166,9 @@ def planner_of(run: RunFile) -> Planner:
             )
         if stages is not None and stages > len(layers):
             return Infeasible(f"the run file asks for {stages} stages, and the model has {len(layers)} layers")
-        return plan_stages(layers, peers, stages=stages, max_in_flight=max_in_flight, demand=demand, twice=twice)
+        first = plan_stages(layers, peers, stages=stages, max_in_flight=max_in_flight, demand=demand, twice=twice)
+        if isinstance(first, Infeasible):
+            return first
+        return rearrange(PlanningProblem(layers, peers, max_in_flight, demand), first)
 
     return plan

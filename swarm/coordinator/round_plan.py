@@ -19,7 +19,7 @@ from statistics import median_high
 from typing import Any
 
 from shoal.swarm.coordinator.membership import Member
-from shoal.swarm.coordinator.trust import owners
+from shoal.swarm.coordinator.reachability import choose_group
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, leaf_elements
 from shoal.swarm.protocol.types import MAX_STAND_INS
@@ -61,7 +61,8 @@ def plan_round(
     members: Mapping[str, Member],
     rules: PlanRules,
 ) -> RoundPlan | None:
-    """Plan a round of all members that have work on the agreed ``state``, (version, digest); None if none has any.
+    """Plan a round of all members that have work on the agreed ``state``, (version, digest), and can meet; None if none
+    has any.
 
     Members are ordered by peer id, which fixes the order of summation.
     """
@@ -71,13 +72,15 @@ def plan_round(
     )
     if not peers:
         return None
+    group = choose_group(members, peers, rules.group_size, fewest_rows(len(peers), rules.group_size))
+    peers = [peer for peer in peers if peer not in group.apart]
     bandwidths_bps = [members[peer].bandwidth_bps or None for peer in peers]
     layout = lay_out(
         elements,
         bandwidths_bps,
-        owners(members, peers, fewest_rows(len(peers), rules.group_size)),
+        [peer in group.owners for peer in peers],
         replace(rules, seed=rules.seed << 64 | number),
-        can_stand_in=[members[peer].can_own for peer in peers],
+        can_stand_in=[members[peer].can_own and peer not in group.shunned for peer in peers],
         counting=[members[peer].has_credit for peer in peers],
     )
     return RoundPlan(

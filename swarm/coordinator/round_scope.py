@@ -40,6 +40,7 @@ from shoal.swarm.coordinator.lease_ledger import LeaseLedger, RetrainedSamples, 
 from shoal.swarm.coordinator.leasing import Leasing
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.model_check import adds_to, check_model
+from shoal.swarm.coordinator.reachability import say_apart
 from shoal.swarm.coordinator.rollback import (
     CommittedRound,
     History,
@@ -508,6 +509,7 @@ class RoundScope:
             expected=self.round.expected if closing else None,
             as_expected=self.round.plan is not None and self.round.expected is not None,
             divergence=self.word_on_divergence(peer) if member is not None and member.diverged else "",
+            wall=self.walls().get(peer, ""),
             verdict=self.verdict if verdict_chain != newest else None,
             verdict_chain=newest,
             state_digest=self.agreed_digest,
@@ -588,6 +590,15 @@ class RoundScope:
         if self.is_disputed:
             return {}
         return self.membership.synced(self.anchor_version, self.agreed_digest)
+
+    def walls(self) -> Mapping[str, str]:
+        """Return why live trainers cannot take part, by peer: those that can meet none of whom they would have to."""
+        digest = None if self.is_disputed else self.agreed_digest
+        return self.membership.walls(self.anchor_version, digest, self.run.averaging.group_size)
+
+    def say_apart(self) -> str:
+        """Say which members cannot meet the others, and what to do; empty when all can."""
+        return say_apart(self.membership.trainers(), self.walls())
 
     def working(self) -> Mapping[str, Member]:
         """Return the live trainers whose work counts in this round.
@@ -882,7 +893,7 @@ class RoundScope:
             outlook=self.say_outlook(),
             warning=warning_of(self.history),
             coverage=coverage_of(self.leases, samples) if samples else (),
-            members=self.membership.status(self.anchor_version, self.agreed_digest, self.round.number),
+            members=self.membership.status(self.anchor_version, self.agreed_digest, self.round.number, self.walls()),
         )
 
     def excuse(self, stood_s: float) -> None:
@@ -987,8 +998,10 @@ class RoundScope:
 
     def say_outlook(self) -> str:
         """Say for whom the run waits while nobody holds its newest state, else empty."""
-        if not self._is_without_state() or self.has_ended:
+        if self.has_ended:
             return ""
+        if not self._is_without_state():
+            return self.say_apart()
         if self.is_disputed:
             return f"the state of version {self.anchor_version} is disputed: its members replay it"
         if not self.anchor_version:
@@ -1027,11 +1040,14 @@ class RoundScope:
 
     def awaited(self) -> list[str]:
         """Return the members for whose work the plan waits, without those that were repeatedly not ready."""
-        ready, working, unheard = self.round.ready, self.working(), self.unheard()
+        ready, working, unheard, walls = self.round.ready, self.working(), self.unheard(), self.walls()
         held = [
             one
             for one in self.leases.held
-            if one not in ready and (one in working or one in unheard) and not self.is_left_out(one)
+            if one not in ready
+            and (one in working or one in unheard)
+            and not self.is_left_out(one)
+            and one not in walls
         ]
         if self.goal().exact:
             return held
@@ -1130,11 +1146,16 @@ class RoundScope:
         self.record(proposal)
 
     def free_kept_samples(self, plan: RoundPlan | None) -> None:
-        """Lose members that keep samples of an exact batch and bring nothing usable, so that others can do them."""
+        """Lose members that keep samples of an exact batch and bring nothing usable, so that others can do them; of
+        those that can meet nobody only the samples."""
         fine = {peer for peer, one in self.round.ready.items() if not one.weight_tokens}
         fine |= {member.peer for member in plan.members} if plan else set()
+        walls = self.walls()
         for peer in [one for one in self.leases.held if one not in fine]:
-            self.record(ev.MemberLost(peer=peer, reason=ev.KEPT_SAMPLES))
+            if peer in walls:  # its work is fine, and cannot be had
+                self.record(ev.SamplesReleased(peer=peer, ranges=to_wire(self.leases.held[peer])))
+            else:
+                self.record(ev.MemberLost(peer=peer, reason=ev.KEPT_SAMPLES))
 
     # Verdict ------------------------------------------------------------------------------------------------
 

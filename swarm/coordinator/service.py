@@ -63,8 +63,6 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowCapability,
     PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
-    PeerToPeerPing,
-    PeerToPeerPong,
 )
 from shoal.swarm.protocol.paths import PASS_S, SignedRelay, make_pass
 from shoal.swarm.protocol.rounds import Verdict
@@ -231,12 +229,13 @@ class ScopeHandlers:
                 addresses=_addresses_of(channel, message.addresses, message.role, await self.service.relays()),
                 reachable=False,
             )
-            entry = entry.model_copy(update={"reachable": await self._is_reachable(entry)})
+            trouble = await self._dial_back(entry)
+            entry = entry.model_copy(update={"reachable": not trouble})
             self.scope.admission.refuse_replaced(channel.remote_key)
             await self._retire_earlier(peer, channel.remote_key)
             async with self.service.lock:
                 self.scope.admission.join(entry, message.device, time.monotonic(), network, token)
-                return await self._accepted(entry, channel)
+                return await self._accepted(entry, channel, trouble)
 
     async def _join_stage(self, channel: Channel, message: PeerToCoordinatorJoinRun) -> Message:
         """Admit a member of the run to a stage, as it is known in the run, whose limits it has passed."""
@@ -251,7 +250,7 @@ class ScopeHandlers:
             self.pipeline.join_stage(self.scope.number - 1, member.entry, message.device, time.monotonic())
             return await self._accepted(member.entry, channel)
 
-    async def _accepted(self, entry: RosterEntry, channel: Channel) -> Message:
+    async def _accepted(self, entry: RosterEntry, channel: Channel, trouble: str = "") -> Message:
         await self.service.flush()
         self.known.pop(entry.peer, None)
         self._whole_roster_from_s.pop(entry.peer, None)  # joins have limits of their own
@@ -260,25 +259,18 @@ class ScopeHandlers:
             run_hash=self.scope.run.hash,
             observed_host=plain_host(channel.remote_host),
             reachable=entry.reachable,
+            unreachable=trouble,
             view=self.view(entry.peer).view,
         )
 
-    async def _is_reachable(self, entry: RosterEntry) -> bool:
-        """Dial back: whether others can open connections to this member."""
+    async def _dial_back(self, entry: RosterEntry) -> str:
+        """Try whether others can connect to a joiner, at both of its ports. Returns why not; empty if they can."""
         if entry.role == "observer":
-            return False
-        control, channel = self.service.node.control, None
-        try:
-            channel = control.dial(entry.address.host, entry.address.control_port, entry.certificate.curve_key)
-            await channel.connected(_DIAL_BACK_S)
-            await channel.request(PeerToPeerPing(), PeerToPeerPong, _DIAL_BACK_S)
-        except LinkError as error:
-            log.info("%s (%s) cannot be reached by others, so it will own no parts: %s", entry.name, entry.peer, error)
-            return False
-        finally:
-            if channel is not None:
-                control.hang_up(channel)
-        return True
+            return "guests are not dialed"
+        trouble = await self.service.node.try_both_ports(entry, _DIAL_BACK_S)
+        if trouble:
+            log.info("%s (%s) cannot be reached by others: %s", entry.name, entry.peer, trouble)
+        return trouble
 
     async def _retire_earlier(self, peer: str, new_key: bytes) -> None:
         """Tell the earlier process of this identity, if it is still connected, that another one takes its place."""
@@ -345,7 +337,7 @@ class ScopeHandlers:
         addresses = _addresses_of(channel, message.addresses, entry.role, relays)
         moved = entry.model_copy(update={"addresses": addresses})
         if moved.address != entry.address:
-            moved = moved.model_copy(update={"reachable": await self._is_reachable(moved)})
+            moved = moved.model_copy(update={"reachable": not await self._dial_back(moved)})
         async with self._request(channel):
             self.scope.admission.move(peer, moved)
         return CoordinatorToPeerAddresses(reachable=moved.reachable)
@@ -589,6 +581,8 @@ class CoordinatorService:
         self._next_index = journal.next_index
         self._unchecked = ""
         """Warning of stages with one replica that was logged last."""
+        self._apart = ""
+        """Warning of members that cannot meet that was logged last."""
         self._trail = AccessTrail(run.hash, identity.sign, last_record(journal))
         self.run.log.start(self.scope)
         node.control.guard.is_member = lambda key: self.scope.membership.holder(key) is not None
@@ -691,6 +685,7 @@ class CoordinatorService:
                 with suppress(DeadlineExceeded):
                     await self.flush()
                 self._warn_of_unchecked_stages()
+                self._warn_of_walls()
             await asyncio.sleep(_TICK_S)
 
     def _warn_of_unchecked_stages(self) -> None:
@@ -701,6 +696,16 @@ class CoordinatorService:
         if unchecked != self._unchecked:
             self._unchecked = unchecked
             log.warning("%s", unchecked or "every stage has two replicas or more")
+
+    def _warn_of_walls(self) -> None:
+        """Log which members cannot meet the others, and what to do, whenever that changes."""
+        apart = self.scope.say_apart()
+        if apart != self._apart:
+            self._apart = apart
+            if apart:
+                log.warning("%s", apart)
+            else:
+                log.info("all members can meet those that they have to")
 
     async def _plan(self, run: PipelineRun, planner: Planner) -> None:
         """Run the planner in a worker thread whenever there is a request, while members are answered."""

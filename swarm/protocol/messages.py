@@ -28,6 +28,7 @@ from shoal.swarm.protocol.types import (
     MAX_TENSORS,
     MAX_TOKEN_BYTES,
     MAX_UNDONE_RANGES,
+    MAX_UNMET,
     MAX_VERDICTS,
     Blob,
     Capability,
@@ -140,7 +141,8 @@ class PeerToCoordinatorHeartbeat(Message):
     ``anchor_version`` and ``state_digest``: the state that the peer holds, if any. ``kept``: states that it could
     return to, newest first, of a peer that holds none yet or has diverged. ``roster_version``, ``verdict_chain``: what
     the peer knows, so the answer can leave it out. ``diverged``: the state from which the peer's local work diverges;
-    it waits for the decision in the view. ``paths``: connections with other members, those over relays first."""
+    it waits for the decision in the view. ``paths``: connections with other members, those over relays first;
+    ``unmet``: members with which this peer could make no connection."""
 
     round: Count
     activity: Annotated[str, Field(max_length=32)]
@@ -160,6 +162,7 @@ class PeerToCoordinatorHeartbeat(Message):
     headway: Headway = Headway()
     diverged: KeptState | None = None
     paths: Annotated[tuple[PathReport, ...], Field(max_length=MAX_PATHS)] = ()
+    unmet: Annotated[tuple[PeerId, ...], Field(max_length=MAX_UNMET)] = ()
 
 
 class PeerToCoordinatorRequestLease(Message):
@@ -342,12 +345,16 @@ class CoordinatorToPeerRun(Message):
 
 
 class CoordinatorToPeerJoinAccepted(Message):
-    """The join was accepted; ``view`` is the first view of the run. ``run_hash``: of the run file hosted now."""
+    """The join was accepted; ``view`` is the first view of the run. ``run_hash``: of the run file hosted now.
+
+    ``observed_host``: the address that this peer comes from; ``unreachable``: why it cannot be dialed there, or where
+    else it wanted to be; empty where it can be."""
 
     peer: PeerId
     run_hash: Digest
     observed_host: Host
     reachable: bool
+    unreachable: Text = ""
     view: RunView
 
 

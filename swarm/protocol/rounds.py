@@ -216,7 +216,8 @@ class RunView(Record):
     since. ``state_digest``: of this version, once it is agreed; ``agreement``: the same with the host's signature, None
     for a beginning that the run file determines; ``is_disputed``: the state is disputed, so everybody replays it.
     ``wants_kept``: the run is about to go back behind a wrong mean, so members that hold a state also report those that
-    they keep. ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``pipeline``: in
+    they keep. ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``wall``: why
+    this member cannot take part, as it can meet none of those that it would have to; otherwise empty. ``pipeline``: in
     the run's own scope, once stages are planned."""
 
     epoch: Count
@@ -243,4 +244,5 @@ class RunView(Record):
     expected: RoundPlan | None = None
     as_expected: bool = False
     divergence: DivergenceWord = ""
+    wall: Text = ""
     pipeline: PipelineView | None = None

@@ -31,6 +31,7 @@ MAX_PATHS = 32
 MAX_TOLD_PATHS = 4
 MAX_RELAYS = 4
 MAX_EPOCHS = 16
+MAX_UNMET = 32
 MAX_TROUBLE = 1000
 MAX_CLAIM_BYTES = 128
 MAX_INVITE_USES = 4096
@@ -185,8 +186,8 @@ Addresses = Annotated[ClaimedAddresses, AfterValidator(_require_hosts)]
 class RosterEntry(Record):
     """All that one member must know to connect to another.
 
-    ``reachable``: the coordinator has pinged its first address and received an answer. The others can meet a member
-    that is not ``reachable`` where it dials them, or over its relays."""
+    ``reachable``: the coordinator has dialed both ports of its first address, and both have answered. The others can
+    meet a member that is not ``reachable`` where it dials them, or over its relays."""
 
     peer: PeerId
     certificate: Certificate
@@ -387,7 +388,8 @@ class MemberStatus(Record):
     pipeline. ``left``: why it left; ``trouble``: the error that made it leave. ``clipped``: rounds in which its
     contribution was above its bound. ``suspended_rounds``: rounds for which its work still does not count, as the run
     was rolled back behind rounds that it may have spoilt. ``relayed``: whether others reach it over a relay, where it
-    is not ``reachable``; ``paths``: some of those over which it is connected to others."""
+    is not ``reachable``; ``paths``: some of those over which it is connected to others. ``wall``: why it cannot take
+    part, as it can meet none of those that it would have to; otherwise empty."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -410,6 +412,7 @@ class MemberStatus(Record):
     trouble: Trouble = ""
     clipped: Count = 0
     suspended_rounds: Count = 0
+    wall: Text = ""
 
 
 class Blob(Record):

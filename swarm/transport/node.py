@@ -12,11 +12,13 @@ import statistics
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Protocol, TypeVar
 
 import zmq.asyncio
 
 from shoal.swarm.errors import (
+    BlobUnavailable,
     Busy,
     LinkClosed,
     LinkError,
@@ -24,9 +26,10 @@ from shoal.swarm.errors import (
     NotAdmitted,
     ShoalError,
     Unreachable,
+    WireError,
     member_error,
 )
-from shoal.swarm.protocol.addresses import network_of
+from shoal.swarm.protocol.addresses import join_host_port, network_of
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerLinkOpened, PeerToPeerOpenLink, PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.types import Blob, Message, RosterEntry
@@ -39,6 +42,7 @@ from shoal.swarm.transport.pacing import merge_shares
 from shoal.swarm.transport.roster import Rosters
 from shoal.swarm.transport.source import ChunkSource
 from shoal.swarm.transport.traffic_meter import TrafficMeter
+from shoal.swarm.transport.unmet import UnmetPeers
 from shoal.swarm.transport.zap_auth import Admit, ZapAuthenticator
 
 log = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ M = TypeVar("M", bound=Message)
 _ATTEMPTS = 3
 _RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
+_PROBE, _PROBE_BYTES = Blob(kind="probe", number=0), 2**16
 _MAX_SOCKETS = 8192
 """A member can take four, with monitors; libzmq's default of 1023 is too few."""
 
@@ -77,6 +82,10 @@ class Node:
         data.reader_of = self._reader
         self._shares: dict[int, dict[bytes, float]] = {}
         self._link_locks: dict[str, asyncio.Lock] = {}
+        self.unmet = UnmetPeers()
+        """Members of which this node could get nothing, as no connection was possible."""
+        self.host_key = b""
+        """The coordinator's transport key: it may open links, too, to try whether that is possible."""
         self.control_port = 0
         self.data_port = 0
 
@@ -94,7 +103,7 @@ class Node:
                 node = cls(ControlPlane(context, keys, tasks), data)
                 authenticator = ZapAuthenticator(context, tasks, admit, node.control.guard)
                 try:
-                    handle_peers(node.control, data, node.knows_key)
+                    handle_peers(node.control, data, node.may_open_links)
                     authenticator.start()
                     node.control_port = node.control.start(host, ports[0])
                     data.start()
@@ -147,9 +156,13 @@ class Node:
                 self._data.close_link(link)
         locks = self._link_locks.items()
         self._link_locks = {peer: lock for peer, lock in locks if peer in self._rosters or lock.locked()}
+        self.unmet.forget([peer for peer in self.unmet.failed if peer not in self._rosters])
 
     def knows_key(self, curve_key: bytes) -> bool:
         return self.peer_with(curve_key) is not None
+
+    def may_open_links(self, curve_key: bytes) -> bool:
+        return self.knows_key(curve_key) or curve_key == self.host_key
 
     def peer_with(self, curve_key: bytes) -> str | None:
         """The member of any scope that holds a transport key."""
@@ -162,6 +175,10 @@ class Node:
     def trainers(self, scope: int = 0) -> list[str]:
         """The members that train, in the roster's order: the longest-standing first."""
         return self._rosters.trainers(scope)
+
+    def reachable_owners(self, scope: int = 0) -> list[str]:
+        """The trainers that can be dialed and may reduce parts, in the roster's order."""
+        return self._rosters.reachable_owners(scope)
 
     def processes(self, scope: int = 0) -> dict[str, bytes]:
         """The transport key of each member's process."""
@@ -207,6 +224,7 @@ class Node:
                 rest = range(following, chunks.stop)
                 async with aclosing(self._attempt(peer, blob, rest, sink, progress_s / _ATTEMPTS)) as attempt:
                     async for chunk in attempt:
+                        self.unmet.note_met(peer)
                         yield chunk
                         # Measured after the yield: the time that our caller took is not the other side's silence.
                         following, progress, retry_s = chunk + 1, time.monotonic(), _RETRY_S
@@ -216,6 +234,8 @@ class Node:
                 trouble = error
             if following < chunks.stop:
                 if time.monotonic() - progress > progress_s:
+                    if isinstance(trouble, Unreachable):
+                        self.unmet.note_failure(peer, time.monotonic())
                     raise trouble
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
@@ -252,6 +272,53 @@ class Node:
         if (link.is_ours or entry.reachable) and time.monotonic() - link.last_frame_s >= silent_s:
             self._data.close_link(link)
 
+    async def try_both_ports(self, entry: RosterEntry, wait_s: float) -> str:
+        """Dial a peer that is no member yet at both of its ports, and hang up. Returns what does not work, for people;
+        empty if both answer. ``wait_s``: for each step.
+
+        That the data port is the peer's own is known once a frame has come back over the link."""
+        host, key, channel, link = entry.address.host, entry.certificate.curve_key, None, None
+        data_port = entry.address.data_port
+        assert data_port is not None, "peers have one"
+        try:
+            try:
+                channel = self.control.dial(host, entry.address.control_port, key)
+                await channel.connected(wait_s)
+                await channel.request(PeerToPeerPing(), PeerToPeerPong, wait_s)
+            except LinkError:
+                return f"nothing answers at its control port, {join_host_port(host, entry.address.control_port)}"
+            agree = partial(channel.request, reply=PeerToPeerLinkOpened, deadline_s=wait_s)
+            try:
+                async with asyncio.timeout(wait_s):
+                    link = await self._data.open_link(key, (host, data_port), agree)
+                    await self._await_frame(link, wait_s)
+            except (LinkError, TimeoutError):
+                where = join_host_port(host, data_port)
+                return f"its control port answers, but its data port, {where}, does not: others need both"
+            return ""
+        finally:
+            if link is not None:
+                self._data.close_link(link)
+            if channel is not None:
+                self.control.hang_up(channel)
+
+    async def _await_frame(self, link: Link, wait_s: float) -> None:
+        """Wait for a frame of the other side: the beginning of a probe, or the news that it has none."""
+        place = memoryview(bytearray(_PROBE_BYTES))
+
+        def sink(chunk: int, size_bytes: int) -> memoryview:
+            if size_bytes > _PROBE_BYTES:
+                raise WireError(f"a probe's chunk has at most {_PROBE_BYTES} bytes, not {size_bytes}")
+            return place[:size_bytes]
+
+        number, incoming = self._data.open_stream(link, _PROBE, range(1), sink)
+        try:
+            await incoming.next_chunk(wait_s)
+        except BlobUnavailable:
+            pass
+        finally:
+            self._data.close_stream(link, number, finished=False)
+
     async def ask(self, peer: str, message: Message, reply: type[M], wait_s: float, scope: int = 0) -> M:
         """Send a request to a member. Raises ``MemberGone``, ``Unreachable``, and other ``LinkError``s."""
         _, channel = self._channel_to(peer, scope)
@@ -271,9 +338,14 @@ class Node:
     async def _link(self, entry: RosterEntry, channel: Channel, wait_s: float) -> Link:
         """The link with a peer; opened when there is none and the peer can be reached."""
 
+        is_agreed = False
+
         async def agree(ask: PeerToPeerOpenLink) -> PeerToPeerLinkOpened:
+            nonlocal is_agreed
             await channel.connected(wait_s)
-            return await _request(channel, ask, PeerToPeerLinkOpened, wait_s)
+            answer = await _request(channel, ask, PeerToPeerLinkOpened, wait_s)
+            is_agreed = True
+            return answer
 
         try:
             # One at a time, otherwise streams that start together would each open a link.
@@ -287,6 +359,8 @@ class Node:
                 assert port is not None, "members have one"
                 return await self._data.open_link(channel.remote_key, (host, port), agree)
         except TimeoutError as error:
+            if is_agreed:
+                raise Unreachable(f"nothing answers at the data port of {entry.peer}") from error
             raise channel.diagnosis(wait_s) from error
 
 

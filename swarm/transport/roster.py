@@ -50,6 +50,11 @@ class Rosters:
         entries = self._by_scope.get(scope, {})
         return [peer for peer, entry in entries.items() if entry.role in ("trainer", "contributor")]
 
+    def reachable_owners(self, scope: int) -> list[str]:
+        """The trainers that can be dialed and may reduce parts, in the roster's order."""
+        entries = self._by_scope.get(scope, {})
+        return [peer for peer, entry in entries.items() if entry.role == "trainer" and entry.reachable]
+
     def processes(self, scope: int) -> dict[str, bytes]:
         """The transport key of each member's process."""
         return {peer: entry.certificate.curve_key for peer, entry in self._by_scope.get(scope, {}).items()}

@@ -41,6 +41,7 @@ from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.statements import RoundName, check_ready, check_report
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, RosterEntry
 from shoal.swarm.sample_ranges import to_wire
+from shoal.swarm.transport.unmet import UnmetPeers
 
 _DEVICE = DeviceInfo(kind="cpu", name="fake", memory_bytes=0)
 
@@ -327,8 +328,10 @@ class MemoryNode:
     """The part of a node that ``CoordinatorClient`` uses."""
 
     control_port = data_port = 1
+    host_key = b""
 
     def __init__(self, channel: MemoryChannel, endpoint: MemoryEndpoint) -> None:
+        self.unmet = UnmetPeers()
         self.control = _Control(channel)
         self._endpoint = endpoint
         self._rosters: dict[int, set[str]] = {}

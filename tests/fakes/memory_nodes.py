@@ -15,7 +15,7 @@ from tests.fakes.processes import ProcessLoop, context_of, current_process
 from shoal.swarm.errors import LinkError, NotAdmitted, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
-from shoal.swarm.protocol.types import Blob, Message
+from shoal.swarm.protocol.types import Blob, Message, RosterEntry
 from shoal.swarm.protocol.wire import MAX_REQUEST_BYTES, Envelope, decode, encode
 from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel
@@ -229,6 +229,18 @@ class MemoryNode(Node):
         super()._disconnect(keys)
         known = self._nodes.by_port.values()
         self._endpoint.roster = {node.process for node in known if self.knows_key(node.plane.keys.public)}
+
+    async def try_both_ports(self, entry: RosterEntry, wait_s: float) -> str:
+        """There is one port for both planes."""
+        channel = self.control.dial(entry.address.host, entry.address.control_port, entry.certificate.curve_key)
+        try:
+            await channel.connected(wait_s)
+            await channel.request(PeerToPeerPing(), PeerToPeerPong, wait_s)
+        except LinkError as error:
+            return str(error)
+        finally:
+            self.control.hang_up(channel)
+        return ""
 
     async def fetch(
         self, peer: str, blob: Blob, chunks: range, sink: ChunkSink, progress_s: float

@@ -50,6 +50,10 @@ class PeerCapability:
     """The same of a GPU's own memory; None for a device that computes in the machine's memory, as CPU and MPS do."""
     network: str = ""
     """Network that it comes from, as the coordinator sees it; "" if that is not known."""
+    is_dialed: bool = True
+    """Whether others can open connections to it."""
+    unmet: frozenset[str] = frozenset()
+    """Peers to which it could make no connection, as it says."""
 
 
 @dataclass(frozen=True)

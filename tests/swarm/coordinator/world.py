@@ -240,6 +240,8 @@ class World(JournaledWorld[PlainRun]):
         super().__init__(run)
         self.overlap = run.averaging.overlap
         self.workers = [Worker(number) for number in range(8)]
+        self.walled: set[int] = set()
+        """Workers that nobody can dial."""
         self.loss = 2.5
         self.committed: Ranges = []
         self.verdicts: list[ev.VerdictGiven] = []
@@ -270,7 +272,8 @@ class World(JournaledWorld[PlainRun]):
             worker.key = self._keys
         worker.forget()
         worker.running = True
-        self.scope.admission.join(entry(worker.number, worker.key), CPU, self.now_s)
+        reachable = worker.number not in self.walled
+        self.scope.admission.join(entry(worker.number, worker.key, reachable=reachable), CPU, self.now_s)
         self.scope.describe_model(worker.peer, MODEL)
         self.settle()
 

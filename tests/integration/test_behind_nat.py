@@ -1,0 +1,51 @@
+"""Members behind real NATs: roles follow who can meet whom, and everybody is told at once what does not work."""
+
+from __future__ import annotations
+
+import pytest
+from tests.integration.harness import CALM, ROUNDS_S, SHOAL, START_S, Host, Member, Swarm, eventually, run_toml
+from tests.integration.nat_lab import Kind, NatLab, nat_lab
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+AT_ONCE_S = 20.0
+"""For what is said as soon as it is known, within a heartbeat or two."""
+
+
+def hosting(swarm: Swarm, lab: NatLab, toml: str) -> Host:
+    return swarm.host(toml, launcher=(*lab.inside("host"), *SHOAL), bind=f"{lab.address('host')}:0")
+
+
+def joined(swarm: Swarm, lab: NatLab, host: Host, name: str, *, port: int = 0, advertise: str = "") -> Member:
+    """``port``: its control port, for ports that are forwarded."""
+    extra = ["--bind", f"0.0.0.0:{port}"]
+    extra += ["--advertise", advertise] if advertise else []
+    return swarm.member(host.invite, name, (*lab.inside(name), *CALM), extra=extra)
+
+
+def test_two_behind_nats_and_then_one_that_can_be_reached(swarm: Swarm) -> None:
+    """Alone behind walls, one goes on and both are told why; a public member brings them together. The router of
+    "half" forwards the first of two ports only."""
+    kinds = {"host": Kind.PUBLIC, "ann": Kind.SYMMETRIC, "half": Kind.PORT_RESTRICTED, "pub": Kind.PUBLIC}
+    with nat_lab(kinds) as lab:
+        lab.forward("half", 6000)
+        host = hosting(swarm, lab, run_toml(max_s=0.5, patience_s=4.0))
+        half = joined(swarm, lab, host, "half", port=6000, advertise=f"{lab.outside('half')}:6000")
+        assert half.event("joined", START_S)["reachable"] is False
+        half.says("its control port answers, but its data port", AT_ONCE_S)
+        half.committed()
+        ann = joined(swarm, lab, host, "ann")
+        assert ann.event("joined", START_S)["reachable"] is False
+        host.says("none of the 2 members can be reached from outside", AT_ONCE_S)
+        ann.says("this machine cannot take part now: it cannot connect to any of the members", AT_ONCE_S)
+        half.committed(after=half.last_round() + 1)
+        assert not host.events("verdict", committed=False)
+        assert not host.events("member_lost")
+        pub = joined(swarm, lab, host, "pub")
+        assert pub.event("joined", START_S)["reachable"] is True
+
+        def together() -> bool:
+            return bool(ann.events("committed", included=True, members=3))
+
+        eventually("all three take part", together, START_S + ROUNDS_S, swarm.tails)
+        assert not host.events("member_lost")
