@@ -1,4 +1,4 @@
-"""Who can meet whom: which members can average together, whose work cannot be had, and what to tell people.
+"""Reachability of members by each other: which can average together, whose work cannot be had, what to tell people.
 
 Two members can meet if one of them can be dialed, unless the one that would have to dial says that it cannot connect.
 A member's word that it cannot reach another costs only itself its place in the round: the other goes on as owner,
@@ -27,7 +27,7 @@ _NAMED = 3
 
 def can_be_dialed(member: Member) -> bool:
     """Whether others can open connections to a member, itself or over a relay."""
-    return member.entry.reachable or bool(member.entry.relays)
+    return member.entry.can_be_met
 
 
 def is_limited(member: Member) -> bool:
