@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.inner_loop import make_inner
 from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.validation.scorer import random_samples
 from shoal.peer.validation.scoring import (
     GROUPS,
     Indices,
@@ -28,7 +29,7 @@ from shoal.peer.validation.scoring import (
     same_bytes_as,
     tolerance,
 )
-from shoal.peer.validation.validator import FollowedAnchors, random_samples
+from shoal.peer.validation.validator import FollowedAnchors
 from shoal.swarm.coordinator.events import WorkStanding
 from shoal.swarm.coordinator.trust import is_expelled, work_after
 from shoal.swarm.protocol.run_file import DataSection, InnerSection
