@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +50,10 @@ _SKETCHES = 256
 """Sketches that are remembered, the newest ones."""
 
 _PIECE = 2**20
+
+FIRST_LOOKS = 3
+"""Scores of each member that do not wait for the draw. One alone is often unclear, above all in a learning rate's
+warm-up; whoever begins to lie later is found by the share."""
 
 
 class LossMeter:
@@ -194,10 +198,18 @@ def tolerance(precision: str, codec_loss: float, share: float) -> float:
     return _PRECISION.get(precision, 0.1) + codec_loss * (2.0 + 1.0 / share)
 
 
-def draw(members: Sequence[str], doubted: Collection[str], share: float, rng: random.Random) -> list[str]:
-    """Return members to score: all ``doubted`` ones first, then ``share`` of all on average, each in random order."""
+def draw(
+    members: Sequence[str], doubted: Collection[str], looks: Mapping[str, int], share: float, rng: random.Random
+) -> list[str]:
+    """Return members to score, in three parts, each in random order: all ``doubted`` ones, those that had fewer than
+    ``FIRST_LOOKS`` scores, then ``share`` of all on average.
+
+    Without the second part a run of few members would look at a newcomer for the first time when it has moved the
+    anchor for dozens of rounds. ``looks``: scores by member, none of those that this validator does not know."""
     first = [peer for peer in members if peer in doubted]
+    new = [peer for peer in members if peer not in doubted and looks.get(peer, 0) < FIRST_LOOKS]
     expected = share * len(members)
     count = int(expected) + (rng.random() < expected - int(expected))
     drawn = rng.sample(list(members), min(count, len(members)))
-    return [*rng.sample(first, len(first)), *(peer for peer in drawn if peer not in first)]
+    begun = [*rng.sample(first, len(first)), *rng.sample(new, len(new))]
+    return [*begun, *(peer for peer in drawn if peer not in begun)]

@@ -1,13 +1,14 @@
 """Validator: a member that follows the run, contributes nothing, and scores what others contribute.
 
 After each committed round it draws some members by a chance that nobody else knows, fetches what they have
-contributed, and reports a signed score of each. Members whose last score was bad are scored in every round."""
+contributed, and reports a signed score of each. Members whose last score was bad are scored in every round, and those
+that it does not know are scored first."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -90,6 +91,7 @@ class Validator:
         self._emit = connection.emit
         self._tasks: deque[_Task] = deque()
         self._doubted: set[str] = set()
+        self._looks = Counter[str]()
         self._ended_s = 0.0
         """Unix time at which the last round ended that members were drawn of."""
         self._attempt_s = run.round.patience_s
@@ -130,7 +132,7 @@ class Validator:
         self._attempt_s = max(_ATTEMPT_SHARE * lasted_s, self._run.round.patience_s)
         self._ended_s = verdict.ended_s
         by_peer = {one.peer: one for one in plan.members}
-        chosen = draw(list(by_peer), self._doubted, self._run.audit.work_share, self._rng)
+        chosen = draw(list(by_peer), self._doubted, self._looks, self._run.audit.work_share, self._rng)
         self._tasks = deque(_Task(verdict, by_peer[peer]) for peer in chosen)
 
     def _score_next(self, task: _Task) -> None:
@@ -160,6 +162,7 @@ class Validator:
 
     def _report(self, score: WorkScore) -> None:
         (self._doubted.add if score.finding in BAD else self._doubted.discard)(score.peer)
+        self._looks[score.peer] += 1
         with suppress(LinkError):
             self._network.call(self._member.report_score(score), interruptible=True)
         gains = {"random": score.on_random, "leased": score.on_leased}

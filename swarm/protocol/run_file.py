@@ -348,8 +348,8 @@ class AuditSection(Record):
             ge=0,
             le=1,
             description=(
-                "share of all contributions that each validator scores; members with bad scores are scored in every "
-                "round beside that. Nothing is scored while no validator is here"
+                "share of all contributions that each validator scores. Members with bad scores are scored in every "
+                "round beside that, and of each member the first three. Nothing is scored while no validator is here"
             ),
         ),
     ] = 0.02

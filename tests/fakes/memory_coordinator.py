@@ -29,17 +29,19 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorGetRun,
     PeerToCoordinatorGetVerdicts,
+    PeerToCoordinatorGetWork,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
     PeerToCoordinatorRequestLease,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
+    PeerToCoordinatorScoreWork,
     PeerToCoordinatorShowVerdict,
 )
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.statements import RoundName, check_ready, check_report
-from shoal.swarm.protocol.types import Address, DeviceInfo, Message, RosterEntry
+from shoal.swarm.protocol.types import Address, DeviceInfo, Message, Role, RosterEntry
 from shoal.swarm.sample_ranges import to_wire
 from shoal.swarm.transport.unmet import UnmetPeers
 
@@ -74,6 +76,7 @@ class MemoryCoordinator:
     channels (``add_scope``), as long as this one is there and hears."""
 
     scope = 0
+    tick_s = 0.1
 
     def __init__(self, run_toml: str) -> None:
         self.run_toml = run_toml
@@ -130,7 +133,7 @@ class MemoryCoordinator:
                 await self._hear_late()
                 self.machine.tick(now_s())
                 await self._flush()
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(self.tick_s)
 
     async def _hear_late(self) -> None:
         """Handle what lay in the socket while we were stopped; nobody waits for the answers any more."""
@@ -203,6 +206,11 @@ class MemoryCoordinator:
                 if not machine.scope.take_over(message.verdict, now):
                     self.away = self.is_outdated = True
                 answer = Acknowledged()
+            case PeerToCoordinatorGetWork():
+                answer = machine.scope.review.samples_of(peer, message)
+            case PeerToCoordinatorScoreWork():
+                machine.scope.review.score(peer, message.signed)
+                answer = Acknowledged()
             case PeerToCoordinatorLeave():
                 machine.scope.admission.leave(peer, message.reason, now, message.trouble)
                 machine.tick(now)
@@ -224,7 +232,7 @@ class MemoryCoordinator:
             addresses=(Address(**(message.addresses[0].model_dump() | {"host": "127.0.0.1"})),),
             reachable=True,
         )
-        self.machine.scope.admission.join(entry, message.device, now_s())
+        self.machine.scope.admission.join(entry, message.device, now_s(), token=message.token or None)
         self._verdicts.pop(channel.own_keys.public, None)
         self._rosters.pop(channel.own_keys.public, None)
         self.members[channel.own_keys.public] = channel
@@ -360,10 +368,12 @@ def make_client(
     keys: CurveKeys,
     latency_s: float,
     ports: tuple[int, ...] = (1,),
+    role: Role = "trainer",
+    token: bytes = b"",
 ) -> tuple[CoordinatorClient, MemoryChannel]:
     channel = MemoryChannel(coordinator, keys, latency_s)
     node: Any = MemoryNode(channel, endpoint)
     addresses = tuple(Address(host="127.0.0.1", control_port=port) for port in ports)
-    invite = Invite(addresses, coordinator.run.run.name, coordinator.keys.public, coordinator.run.hash)
-    info = MemberInfo(name="fake", role="trainer", device=_DEVICE)
+    invite = Invite(addresses, coordinator.run.run.name, coordinator.keys.public, coordinator.run.hash, token)
+    info = MemberInfo(name="fake", role=role, device=_DEVICE)
     return CoordinatorClient(node, me, keys, invite, info), channel

@@ -53,6 +53,7 @@ class MemoryNetwork:
         """(from, to): what goes this way is lost, and nobody notices but by waiting."""
         self.is_stopped: Callable[[str], bool] = lambda peer: False
         self._seed, self._latency_s, self._bandwidth_bps = seed, latency_s, bandwidth_bps
+        self._links: dict[tuple[str, str], tuple[float, float]] = {}
 
     def endpoint(self, peer: str) -> "MemoryEndpoint":
         self.endpoints[peer] = MemoryEndpoint(self, peer)
@@ -74,8 +75,10 @@ class MemoryNetwork:
 
     def link(self, one: str, other: str) -> tuple[float, float]:
         """Return latency and bandwidth from one peer to the other."""
-        draw = random.Random(f"{self._seed} {one} {other}")
-        return draw.uniform(*self._latency_s), draw.uniform(*self._bandwidth_bps)
+        if (one, other) not in self._links:
+            draw = random.Random(f"{self._seed} {one} {other}")
+            self._links[one, other] = draw.uniform(*self._latency_s), draw.uniform(*self._bandwidth_bps)
+        return self._links[one, other]
 
 
 class UplinkNetwork(MemoryNetwork):
@@ -93,10 +96,12 @@ class UplinkNetwork(MemoryNetwork):
 
 
 class MemoryEndpoint:
-    """Resumes and gives up like ``Node``. ``roster``: who may be asked; None for everybody."""
+    """Resumes and gives up like ``Node``. ``roster``: who may be asked; None for everybody; ``key``: by which sources
+    know it as their reader."""
 
     def __init__(self, network: MemoryNetwork, peer: str) -> None:
         self.peer = peer
+        self.key = peer.encode()
         self.alive = True
         self.blobs: dict[Blob, ChunkSource] = {}
         self.roster: set[str] | None = None
@@ -156,14 +161,14 @@ class MemoryEndpoint:
         if chunks.stop > source.chunks:
             raise BlobUnavailable("not so many chunks")
         if isinstance(source, CountedSource):
-            source.begin_reading(self.peer.encode())
+            source.begin_reading(self.key)
         try:
             async with aclosing(self._receive(peer, blob, chunks, source, sink, wait_s)) as stream:
                 async for chunk in stream:
                     yield chunk
         finally:
             if isinstance(source, CountedSource):
-                source.end_reading(self.peer.encode())
+                source.end_reading(self.key)
 
     async def _receive(
         self, peer: str, blob: Blob, chunks: range, source: ChunkSource, sink: ChunkSink, wait_s: float

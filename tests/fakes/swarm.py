@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import hashlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRequestLease,
 )
 from shoal.swarm.protocol.rounds import RunView
-from shoal.swarm.protocol.types import KeptState, TensorSpec
+from shoal.swarm.protocol.types import KeptState, Role, TensorSpec
 from shoal.swarm.sample_ranges import Ranges, count, merge, to_wire
 from shoal.swarm.transport.node import ScopedEndpoint
 
@@ -58,17 +58,20 @@ def run_toml(
 class SimMember:
     """Plain gradient descent with step 1 from an anchor of zeros; one sample is one token. ``processes_before``: how
     many of the same identity there were, each with a transport key of its own. ``ports``: the coordinator's, as the
-    invite names them."""
+    invite names them; ``role``, ``token``: as which it joins, and by which invite."""
 
     processes_before = 0
+    role: Role = "trainer"
+    token = b""
     ports: tuple[int, ...] = (1,)
 
     def __init__(self, swarm: "Swarm", number: int, latency_s: float) -> None:
         self.identity, keys = identity(number), curve_keys(number + 50 * self.processes_before)
         self.endpoint: Any = swarm.network.endpoint(self.identity.peer_id)
         self.client, self.channel = make_client(
-            swarm.coordinator, self.endpoint, self.identity, keys, latency_s, self.ports
+            swarm.coordinator, self.endpoint, self.identity, keys, latency_s, self.ports, self.role, self.token
         )
+        self.endpoint.key = keys.public
         self._begin(swarm)
 
     def in_scope(self, swarm: "Swarm") -> "SimMember":
@@ -249,7 +252,7 @@ async def swarm(
     elements: int,
     network: MemoryNetwork | None = None,
     latency_s: float = 0.01,
-    make: type[SimMember] = SimMember,
+    make: Callable[["Swarm", int, float], SimMember] = SimMember,
 ) -> AsyncIterator[Swarm]:
     """Run a coordinator with members that have all joined and hold the anchor."""
     coordinator = MemoryCoordinator(toml)

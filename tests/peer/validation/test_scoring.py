@@ -17,6 +17,7 @@ from shoal.peer.training.inner_loop import make_inner
 from shoal.peer.training.parameters import ParameterVector
 from shoal.peer.validation.scorer import random_samples
 from shoal.peer.validation.scoring import (
+    FIRST_LOOKS,
     GROUPS,
     Indices,
     LossMeter,
@@ -271,13 +272,21 @@ def test_gains_beyond_chance() -> None:
 
 def test_draws() -> None:
     rng, members = random.Random(1), list("abcdefgh")
-    assert draw(members, {"c", "x"}, 0.0, rng) == ["c"]
-    everybody = draw(members, {"f"}, 1.0, rng)
+    known = dict.fromkeys(members, FIRST_LOOKS)
+    assert draw(members, {"c", "x"}, known, 0.0, rng) == ["c"]
+    everybody = draw(members, {"f"}, known, 1.0, rng)
     assert everybody[0] == "f"
     assert sorted(everybody) == members
-    drawn = [peer for _ in range(5000) for peer in draw(members, (), 0.02, rng)]
+    drawn = [peer for _ in range(5000) for peer in draw(members, (), known, 0.02, rng)]
     assert 0.9 < len(drawn) / (5000 * 8 * 0.02) < 1.1
     assert set(drawn) == set(members)
+
+
+def test_members_that_a_validator_hardly_knows_are_scored_before_the_draw() -> None:
+    looks = {"a": FIRST_LOOKS, "b": FIRST_LOOKS - 1, "c": 0}
+    for seed in range(20):
+        drawn = draw("abcd", {"c"}, looks, 0.0, random.Random(seed))
+        assert (drawn[0], sorted(drawn)) == ("c", ["b", "c", "d"])
 
 
 def test_random_samples_follow_from_the_seed_and_are_not_leased() -> None:
