@@ -115,6 +115,11 @@ PEER_EVENTS: Mapping[str, EventKind] = {
             "gain_leased": "the same on the member's samples",
         },
     ),
+    "paused": EventKind(
+        "this peer is out of the run by its owner's terms, and comes back by itself",
+        {"run": "name of the run", "reason": "why", "until": "when or how that ends, in local time"},
+    ),
+    "resumed": EventKind("the owner's terms let this peer join again", {"run": "name of the run"}),
     "left": EventKind(
         "this peer has left the run",
         {

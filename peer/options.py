@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.event_schema import Event
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 if TYPE_CHECKING:
     from shoal.peer.checkpoints.remote.upload import CopyDestination
@@ -47,8 +48,8 @@ class SessionOptions:
     scores the others, ``follower`` only follows; ``checkpoints``: which are kept, None for none; ``copy_to``: where
     checkpoints are copied to;
     ``start_from``: folder of the checkpoint that the run starts from, if this machine has it; ``data``: folders below
-    which the run may read the files that it names, without any none; ``on_event``: called with every event, from any
-    thread.
+    which the run may read the files that it names, without any none; ``limits``: on what this process sends and
+    receives, which may be changed at any time; ``on_event``: called with every event, from any thread.
     """
 
     identity: Path = SHOAL_HOME / "identity"
@@ -61,8 +62,14 @@ class SessionOptions:
     copy_to: CopyDestination | None = None
     start_from: Path | None = None
     data: tuple[Path, ...] = ()
+    limits: TrafficLimits = field(default_factory=TrafficLimits)
     on_event: Callable[[Event], None] | None = None
 
     def folder(self, run: RunFile, peer: str) -> Path:
         """Return the folder of a peer in a run: its checkpoints, records, history and downloads."""
-        return self.state / f"{run.run.name}-{run.hash.hex()[:8]}" / peer
+        return peer_folder(self.state, run.run.name, run.hash, peer)
+
+
+def peer_folder(state: Path, run: str, run_hash: bytes, peer: str) -> Path:
+    """Return the folder of a peer in a run. ``run``: its name; ``state``: the folder of all runs."""
+    return state / f"{run}-{run_hash.hex()[:8]}" / peer

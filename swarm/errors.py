@@ -14,6 +14,7 @@
     │   ├── StateFileError      17    a checkpoint or model file is missing, damaged or of another run
     │   │   └── SealedForOthers 18    the checkpoint is encrypted, but not for this identity
     │   ├── WrongEvidence       57    evidence for an expulsion is missing, damaged, or does not prove it
+    │   ├── TermsError          56    a term under which this machine is lent to runs
     │   ├── Diverged            19    training produces infinite values or NaN
     │   ├── DirectoryError      58    a directory of runs, a run's card, or a run of that name in them
     │   └── NotAccepted         50    the owner of this machine has not agreed to the run
@@ -115,6 +116,12 @@ class WrongEvidence(UserError):
     """The evidence for an expulsion is missing, damaged, or does not prove what the host has recorded."""
 
     exit_code = 57
+
+
+class TermsError(UserError):
+    """A term under which this machine is lent to runs cannot be understood."""
+
+    exit_code = 56
 
 
 class Diverged(UserError):

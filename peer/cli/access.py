@@ -216,11 +216,11 @@ _PATIENCE_S, _PAUSE_S = 10.0, 0.3
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
-def parse_duration(text: str) -> int:
+def parse_duration(text: str, option: str = "--expires") -> int:
     """Parse ``30m``, ``12h`` or ``7d`` as seconds. Raises ``UserError``."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})([smhdw])", text.strip())
     if found is None:
-        raise UserError(f"--expires {text[:40]!r}: expected a number with a unit, such as 30m, 12h or 7d")
+        raise UserError(f"{option} {text[:40]!r}: expected a number with a unit, such as 30m, 12h or 7d")
     return min(int(found[1]) * _UNITS_S[found[2]], 2**31)
 
 

@@ -7,6 +7,7 @@ beside the run's checkpoints, for this run file and these folders.
 
 from __future__ import annotations
 
+import base64
 import logging
 import re
 import sys
@@ -99,9 +100,16 @@ class Consent:
 
 
 def _check_accepted(given: str, digest: str) -> None:
-    if not re.fullmatch(rf"[0-9a-f]{{{_LEAST_DIGITS},64}}", given.lower()):
-        raise NotAccepted(f"--accept {given}: expected the run's hash, at least its first {_LEAST_DIGITS} hex digits")
-    if not digest.startswith(given.lower()):
+    """Compare the hash with the given one: in hex digits, or as an invite has it. Raises ``NotAccepted``."""
+    digits = given.lower()
+    if not re.fullmatch(rf"[0-9a-f]{{{_LEAST_DIGITS},64}}", digits):
+        if not re.fullmatch(r"(run=)?[A-Za-z0-9_-]{43}", given):
+            raise NotAccepted(
+                f"--accept {given[:80]}: expected the run's hash, at least its first {_LEAST_DIGITS} hex digits, or "
+                "what follows run= in the invite"
+            )
+        digits = base64.urlsafe_b64decode(given.removeprefix("run=") + "=").hex()
+    if not digest.startswith(digits):
         raise NotAccepted(
             f"--accept {given}: the invite is of another run, {digest[:_LEAST_DIGITS]}, which is shown above"
         )

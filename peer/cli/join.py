@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 
 from shoal.peer.cli.consent import RunTerms
+from shoal.peer.guest.gate import Pause
+from shoal.peer.guest.keeper import GuestKeeper, KeeperThread
 from shoal.peer.member.connection import RunConnection
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import Interrupted
@@ -54,6 +57,14 @@ class Work:
     threads: int | None = None
 
 
+class Ending(Enum):
+    """How a membership ended, where it was no error."""
+
+    RUN_ENDED = "the run ended"
+    STOPPED = "a signal asked this peer to stop"
+    PAUSED = "the machine is not lent to the run any more"
+
+
 Agree = Callable[[RunTerms, Path], None]
 """Asks the owner of this machine for consent to the terms. Raises ``NotAccepted``. The path is the peer's folder."""
 
@@ -63,12 +74,15 @@ def run_member(
     options: SessionOptions,
     work: Work,
     agree: Agree,
+    keeper: GuestKeeper,
     watch: Callable[[Watched], None] = lambda _: None,
-) -> None:
-    """Join and train until the run ends or Ctrl-C: the first leaves gracefully, the second stops at once.
+) -> Ending:
+    """Join and train until the run ends, the owner's terms end it, or Ctrl-C: the first leaves gracefully, the second
+    stops at once.
 
-    ``agree`` is called before joining, and before any file that the run names is opened; ``watch`` is called with the
-    session or pipeline peer before it trains. Raises the errors of joining and training.
+    ``agree`` is called before joining, and before any file that the run names is opened; ``keeper``: of the owner's
+    terms; ``watch`` is called with the session or pipeline peer before it trains. Raises the errors of joining and
+    training.
     """
     device = choose_device(work.device)
     work.memory.check(device)
@@ -86,8 +100,15 @@ def run_member(
     except BaseException:
         connection.close()
         raise
-    with peer:
-        earlier = _handle_signals(peer.request_stop)
+    stops: list[int] = []
+
+    def give_up(pause: Pause) -> None:
+        log.info("this machine is given up: %s; it comes back %s", pause.reason, _when(pause))
+        connection.say_farewell("paused", pause.words)
+        peer.request_stop()
+
+    with peer, KeeperThread(keeper, give_up) as kept:
+        earlier = _handle_signals(peer.request_stop, stops)
         try:
             watch(peer)
             if isinstance(peer, PipelinePeer):
@@ -101,6 +122,13 @@ def run_member(
         finally:
             for number, handler in earlier.items():
                 signal.signal(number, handler)
+    if stops:
+        return Ending.STOPPED
+    return Ending.RUN_ENDED if kept.pause is None else Ending.PAUSED
+
+
+def _when(pause: Pause) -> str:
+    return f"{'at' if pause.until[:1].isdigit() else 'when'} {pause.until}"
 
 
 def _prepare(run: RunFile, options: SessionOptions, agree: Agree) -> Recipe:
@@ -149,13 +177,12 @@ def _train(session: Session, recipe: Recipe, device: torch.device, limits: Memor
         session.step(loop.backward(batch))
 
 
-def _handle_signals(request_stop: Callable[[], None]) -> dict[int, Any]:
-    stops = 0
+def _handle_signals(request_stop: Callable[[], None], stops: list[int]) -> dict[int, Any]:
+    """Have signals stop the peer; those that came are added to ``stops``."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stops
-        stops += 1
-        if stops > 1:
+        stops.append(number)
+        if len(stops) > 1:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)
             os._exit(STOPPED_AT_ONCE)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -20,14 +21,25 @@ from shoal.peer.cli.access import app as access_commands
 from shoal.peer.cli.command import INVITE_VARIABLE, UNSUPERVISED
 from shoal.peer.cli.files import IdentityOption, console, start_of
 from shoal.peer.cli.files import app as file_commands
+from shoal.peer.cli.guest import (
+    HoursOption,
+    MaxDownload,
+    MaxUpload,
+    MonthlyData,
+    NiceOption,
+    PowerOption,
+    given_terms,
+)
+from shoal.peer.cli.guest import app as guest_commands
 from shoal.peer.cli.runs import DirectoryOption
 from shoal.peer.cli.runs import app as finding_commands
 from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
-from shoal.swarm.errors import ShoalError
+from shoal.swarm.errors import RunEnded, ShoalError
 
 if TYPE_CHECKING:
     from shoal.peer.cli.host import Hosting
     from shoal.peer.event_schema import Event
+    from shoal.peer.guest.keeper import GuestKeeper
     from shoal.swarm.protocol.types import Role
 
 log = logging.getLogger(__name__)
@@ -44,6 +56,7 @@ app = typer.Typer(
 app.add_typer(file_commands)
 app.add_typer(access_commands)
 app.add_typer(finding_commands)
+app.add_typer(guest_commands)
 errors = Console(stderr=True)
 
 
@@ -86,6 +99,9 @@ DataOption = Annotated[
         help="Folder in which the run may read the files it names; repeatable.",
     ),
 ]
+RESUME_AT = "--resume-at"
+"""Option of a process that goes on for one that has paused."""
+
 LogJson = Annotated[Path | None, typer.Option(help="Append events to this file, one JSON object a line.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")]
 
@@ -232,32 +248,58 @@ def join_command(
         typer.Option(metavar="RUNHASH", help="Agree to this run without being asked: its hash, or 16 digits of it."),
     ] = "",
     identity: IdentityOption = SHOAL_HOME / "identity",
+    max_upload: MaxUpload = "",
+    max_download: MaxDownload = "",
+    monthly_data: MonthlyData = "",
+    hours: HoursOption = "",
+    power: PowerOption = None,
+    nice: NiceOption = None,
+    then: Annotated[
+        list[str] | None,
+        typer.Option(metavar="INVITE|NAME", help="Join this run when the one before has ended; repeatable."),
+    ] = None,
     log_json: LogJson = None,
     verbose: Verbose = False,
+    resume_at: Annotated[int, typer.Option(RESUME_AT, hidden=True)] = 0,
 ) -> None:
     """Join a run and train until it ends. Ctrl-C leaves after saving; a second Ctrl-C leaves at once.
 
-    Before a run trains on files of this machine, it is shown, and you are asked."""
+    Before a run trains on files of this machine, it is shown, and you are asked. What this machine lends to runs is
+    kept in a file: see `shoal terms`."""
     from shoal.peer.checkpoints.retention import parse_retention
-    from shoal.peer.cli.runs import named_invite
+    from shoal.peer.cli.runs import is_named, named_invite
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import Invite
 
-    # Before torch is imported, which takes seconds.
-    invite = str(named_invite(invite, directory) or Invite.read(invite))
+    runs = [invite, *(then or ())]
+    for text in runs:  # names are looked up when their turn has come
+        if not is_named(text):
+            Invite.read(text)
     retention = parse_retention(keep_checkpoints, keep_every)
     host_bytes, device_bytes = _memory("--max-memory", max_memory), _memory("--max-device-memory", max_device_memory)
     bind_to, reached_at = split_host_port(bind), split_host_port(advertise) if advertise else ("", 0)
-    from shoal.peer.cli.consent import Consent
-    from shoal.peer.cli.join import Work, run_member
-    from shoal.peer.cli.restore import parse_copy_to
-    from shoal.peer.options import SessionOptions
+    given = given_terms(max_upload, max_download, monthly_data, hours, power, nice)
+    from shoal.peer.cli.guest import keeper_of, wait_until_lent
     from shoal.peer.terminal.reporter import Reporter, setup_logging
-    from shoal.peer.training.device import MemoryLimits
 
     setup_logging(console, verbose)
-    work = Work(device, MemoryLimits(host_bytes, device_bytes), threads or None)
-    with Reporter(console, log_json) as reporter:
+
+    def join_one(text: str) -> bool:
+        """Take part in one run until it ends; returns whether to go on to the next one. Raises ``_Paused``."""
+        invite = named_invite(text, directory) or Invite.read(text)
+        with Reporter(console, log_json) as reporter, keeper_of(invite, identity, state, given) as keeper:
+            if not wait_until_lent(keeper, invite.run, reporter.on_event):  # before torch is imported: it takes memory
+                return False
+            return train(invite, keeper, reporter)
+
+    def train(invite: Invite, keeper: GuestKeeper, reporter: Reporter) -> bool:
+        from shoal.peer.cli.consent import Consent
+        from shoal.peer.cli.join import Ending, Work, run_member
+        from shoal.peer.cli.restore import parse_copy_to
+        from shoal.peer.options import SessionOptions
+        from shoal.peer.training.device import MemoryLimits
+
+        work = Work(device, MemoryLimits(host_bytes, device_bytes), threads or None)
         options = SessionOptions(
             identity=identity,
             state=state,
@@ -269,9 +311,41 @@ def join_command(
             copy_to=parse_copy_to(copy_to, copy_every, retention),
             start_from=start_from,
             data=tuple(data or ()),
+            limits=keeper.limits,
             on_event=reporter.on_event,
         )
-        run_member(invite, options, work, Consent(console, accept), reporter.watch)
+        ending = run_member(str(invite), options, work, Consent(console, accept), keeper, reporter.watch)
+        if ending is Ending.PAUSED:
+            raise _Paused
+        return ending is Ending.RUN_ENDED
+
+    for number, one in enumerate(runs[resume_at:], resume_at):
+        try:
+            if not join_one(one):
+                return
+        except RunEnded as error:
+            if number + 1 == len(runs):
+                raise
+            log.info("%s; joining the next one", error)
+        except _Paused:
+            begin_anew(number)
+
+
+class _Paused(Exception):
+    """The owner's terms have ended a membership, which goes on when they allow it."""
+
+
+def begin_anew(resume_at: int) -> NoReturn:
+    """Replace this process by one of the same command, which waits without the memory that training has taken.
+
+    ``resume_at``: number of the run that it joins, of those that were given."""
+    arguments = sys.argv[1:]
+    if RESUME_AT in arguments:
+        at = arguments.index(RESUME_AT)
+        del arguments[at : at + 2]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "shoal.peer", *arguments, RESUME_AT, str(resume_at)])
 
 
 @app.command("status")

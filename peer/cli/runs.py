@@ -88,12 +88,19 @@ def _listing(where: list[str] | None) -> Listing:
     return list_runs(places)
 
 
+def is_named(text: str) -> bool:
+    """Whether a text is a run's name in directories, rather than an invite or the file with one."""
+    from shoal.peer.directory.listing import is_run_name
+
+    return is_run_name(text) and not Path(text).is_file()
+
+
 def named_invite(text: str, where: list[str] | None) -> Invite | None:
     """The invite of an open run that directories list under the name ``text``; None where that is no name but an
     invite, or the file with one. Shows the card. Raises ``DirectoryError``."""
-    from shoal.peer.directory.listing import find_run, is_run_name
+    from shoal.peer.directory.listing import find_run
 
-    if not is_run_name(text) or Path(text).is_file():
+    if not is_named(text):
         return None
     listing = _listing(where)
     one = find_run(listing, text)

@@ -49,7 +49,7 @@ class RunConnection:
         self._advertised = _address_of(*options.advertise)
         self.peer = self._identity.peer_id
         self.network = NetworkThread(
-            lambda: Memberships.open(self.invite, self._identity, options.bind, self._introduction)
+            lambda: Memberships.open(self.invite, self._identity, options.bind, self._introduction, options.limits)
         )
         self.members: Memberships = self.network.start()
         self._stores: dict[Path, CheckpointStore] = {}
@@ -137,14 +137,18 @@ class RunConnection:
         if self.options.on_event is not None:
             self.options.on_event(make_event(event, **fields))
 
+    def say_farewell(self, reason: LeaveReason, text: str) -> None:
+        """Have other members told why this peer leaves, when it does; from any thread."""
+        client = self.members.run.client
+        self.network.post(lambda: setattr(client, "farewell", (reason, text)))
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave the run, finish the copies that are due, and end the threads.
 
         ``error``: what ended the training; other members learn its kind.
         """
         if error is not None:
-            client = self.members.run.client
-            self.network.post(lambda: setattr(client, "farewell", _farewell(error)))
+            self.say_farewell(*_farewell(error))
         self.network.stop()
         for copies in self._copies:
             copies.post(copies.resource.finish)

@@ -66,6 +66,7 @@ from shoal.swarm.protocol.types import (
 from shoal.swarm.protocol.work_scores import WorkScore
 from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 log = logging.getLogger(__name__)
 
@@ -159,11 +160,17 @@ class LocalMember:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, invite: Invite, identity: Identity, bind: tuple[str, int], describe: Callable[[], MemberInfo]
+        cls,
+        invite: Invite,
+        identity: Identity,
+        bind: tuple[str, int],
+        describe: Callable[[], MemberInfo],
+        limits: TrafficLimits | None = None,
     ) -> AsyncIterator[LocalMember]:
         """Listen at ``bind``, join the run and send heartbeats; leave the run when the context ends.
 
-        ``describe``: returns what other members see of this one. Raises the errors of ``CoordinatorClient.join``.
+        ``describe``: returns what other members see of this one; ``limits``: on this process's traffic. Raises the
+        errors of ``CoordinatorClient.join``.
         """
         keys = CurveKeys.fresh()
         client: CoordinatorClient | None = None
@@ -172,7 +179,7 @@ class LocalMember:
             return client is not None and await client.admit(key)
 
         ports = (bind[1], bind[1] + 1 if bind[1] else 0)
-        async with Node.open(keys, bind[0], ports, admit) as node:
+        async with Node.open(keys, bind[0], ports, admit, limits) as node:
             node.publish(PROBE, ProbeSource())  # the coordinator dials back with it
             client = CoordinatorClient(node, identity, keys, invite, describe())
             async with cls.joined(client) as member:
@@ -252,7 +259,7 @@ class LocalMember:
             chunks_moved=averager.chunks_moved if averager else 0,
             bytes_sent=sent_bytes,
             bytes_received=received_bytes,
-            bandwidth_bps=max(meter.bandwidth_bps, meter.probed_bps),
+            bandwidth_bps=self.node.bandwidth_bps,
             roster_version=0,
             kept=self._kept if state is None else self._asked_for_kept(),
             diverged=self._diverged,

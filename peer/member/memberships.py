@@ -19,6 +19,7 @@ from shoal.swarm.errors import ShoalError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +40,15 @@ class Memberships:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, invite: Invite, identity: Identity, bind: tuple[str, int], describe: Callable[[], MemberInfo]
+        cls,
+        invite: Invite,
+        identity: Identity,
+        bind: tuple[str, int],
+        describe: Callable[[], MemberInfo],
+        limits: TrafficLimits | None = None,
     ) -> AsyncIterator[Memberships]:
         """Bind and join the run as ``LocalMember.open`` does; at the end leave all stages, then the run."""
-        async with LocalMember.open(invite, identity, bind, describe) as run, task_scope() as tasks:
+        async with LocalMember.open(invite, identity, bind, describe, limits) as run, task_scope() as tasks:
             members = cls(run, tasks)
             try:
                 yield members

@@ -142,7 +142,8 @@ class PipelinePeer:
         node, peer = self._members.run.node, self._connection.peer
         probed_bps = node.meter.probed_bps
         # The traffic so far is a lower bound of what the link carries.
-        bandwidth_bps = max(node.meter.bandwidth_bps, probed_bps or _USUAL_BPS)
+        carried_bps = max(node.meter.bandwidth_bps, probed_bps or _USUAL_BPS)
+        bandwidth_bps = self._connection.options.limits.usable_bps(carried_bps)
         one = self._measured.capability(peer, self._memory, bandwidth_bps, node.round_trip_s)
         layer_s = tuple(seconds * self._slowdown for seconds in one.layer_s)
         return dataclasses.replace(one, layer_s=layer_s), not probed_bps

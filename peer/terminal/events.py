@@ -94,6 +94,10 @@ def _left(event: Event) -> str:
     return " · ".join(words)
 
 
+def _paused(event: Event) -> str:
+    return f"paused: until {event.get('until')} ({event.get('reason')})"
+
+
 def _scored(event: Event) -> str:
     by = f" · by {event['by']}" if "by" in event else ""
     gain = event.get("gain_random")
@@ -219,6 +223,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "scored": _scored,
     "work_scored": _scored,
     "left": _left,
+    "paused": _paused,
+    "resumed": lambda event: f"this machine is lent to {event.get('run')} again: joining",
     "span": _span,
     "member_joined": _member_joined,
     "member_lost": _member_lost,

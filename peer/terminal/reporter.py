@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _REFRESHES_A_SECOND = 4
 _LINE_EVERY_S = 10.0
 _HANDLER = "shoal-console"
-_LASTING = frozenset({"joined", "span", "state_fetched", "donor_refused", "synced"})
+_LASTING = frozenset({"joined", "span", "state_fetched", "donor_refused", "synced", "paused", "resumed"})
 """Events printed above the live panel, where they stay; in the panel, later events push lines out."""
 
 

@@ -304,7 +304,7 @@ def stopped_lines(members: Iterable[MemberStatus]) -> list[str]:
     """List members that had to leave the run, and why; those with the same reason in one line."""
     names: dict[tuple[str, str], list[str]] = {}
     for member in members:
-        if member.trouble and not member.alive:
+        if member.trouble and not member.alive and member.left != "paused":
             names.setdefault((member.left, member.trouble), []).append(f"{member.name} {member.peer[:8]}")
     return [
         printable(f"{', '.join(who[:3])}{f' and {len(who) - 3} more' if len(who) > 3 else ''} left ({left}): {trouble}")
@@ -383,6 +383,8 @@ def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType
     synced = Text("✓", style="green") if member.synced else Text("–", style="yellow")
     where = f" ({printable(member.left)})" if member.left else "" if member.reachable else _path_text(member)
     doing = ("cannot take part" if member.wall else printable(member.activity)) + where
+    if member.left == "paused":  # its owner's terms; it comes back by itself
+        doing = f"paused: {printable(member.trouble)}" if member.trouble else "paused"
     return [
         Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim"), **_ONE_LINE),
         Text(printable(member.device.name), **_ONE_LINE),

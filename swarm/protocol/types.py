@@ -64,7 +64,7 @@ not recorded."""
 InviteRole = Literal["trainer", "contributor", "validator", "observer"]
 """Most that an invite admits to; ``validator``: scoring, and what observers may; ``observer``: followers of the anchor
 and guests."""
-LeaveReason = Literal["done", "starts afresh", "observed", "diverged", "failed"]
+LeaveReason = Literal["done", "starts afresh", "observed", "diverged", "failed", "paused"]
 Trouble = Annotated[str, Field(max_length=MAX_TROUBLE)]
 """The error that made a member leave, and what to do about it."""
 Index = Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]

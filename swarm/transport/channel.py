@@ -16,6 +16,7 @@ from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WireErr
 from shoal.swarm.protocol.messages import PeerToPeerPing, RequestFailed
 from shoal.swarm.protocol.types import Message
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Assembly, Envelope, cut, encode
+from shoal.swarm.transport.traffic_limits import RateLimit
 
 M = TypeVar("M", bound=Message)
 
@@ -34,6 +35,8 @@ class Channel:
     socket: zmq.asyncio.Socket
     routing: bytes | None
     """The routing id of an incoming channel; None for a dialed one, which has a socket of its own."""
+    upload: RateLimit
+    """Counts what is sent."""
     remote_host: str = ""
     is_broken: bool = False
     was_connected: bool = False
@@ -124,6 +127,7 @@ class Channel:
         data = encode(envelope, MAX_REQUEST_BYTES if self.routing is None else MAX_MESSAGE_BYTES)
         if self.is_broken:
             raise self.diagnosis(0)
+        self.upload.count_control(len(data))
         try:
             if self.routing is None:
                 await self._send_frames(cut(data))

@@ -37,6 +37,7 @@ from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.receive_backlog import ReceiveBacklog
 from shoal.swarm.transport.sockets import CURVE_DOMAIN, PROBES, SILENCE_S, bind, endpoint, tune
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +70,17 @@ _EVENT = struct.Struct("=Hi")
 class ControlPlane:
     """All control channels of one process; its tasks live in ``tasks``."""
 
-    def __init__(self, context: zmq.asyncio.Context, keys: CurveKeys, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, keys: CurveKeys, tasks: asyncio.TaskGroup, limits: TrafficLimits
+    ) -> None:
+        """``limits``: count this plane's messages; they never wait."""
         self.keys = keys
         self.silence_s = SILENCE_S
         """A dialed channel that receives nothing for this long connects anew."""
         self._backlog = ReceiveBacklog()
         self._context = context
         self._tasks = tasks
+        self._limits = limits
         self._handlers: dict[tuple[int, type[Message]], Handler] = {}
         self._router = context.socket(zmq.ROUTER)
         self._incoming: dict[bytes, Channel] = {}  # by key, those that were silent for longest first
@@ -144,7 +149,7 @@ class ControlPlane:
             except zmq.ZMQError as error:
                 raise Unreachable(f"cannot connect to {host}:{port}: {error}") from error
             undo.pop_all()
-        channel = Channel(key, f"{host}:{port}", socket, None, remote_host=host)
+        channel = Channel(key, f"{host}:{port}", socket, None, self._limits.upload, remote_host=host)
         self._dialed[address, key] = channel
         self._tasks.create_task(self._watch_connection(channel, monitor, address))
         self._tasks.create_task(self._receive_dialed(channel))
@@ -216,7 +221,7 @@ class ControlPlane:
             if channel is not None:
                 channel.mark_broken(Unreachable(f"{channel.label} has opened a new connection"))
             self._limit_channels()
-            channel = Channel(key, host, self._router, routing, remote_host=host)
+            channel = Channel(key, host, self._router, routing, self._limits.upload, remote_host=host)
             channel.mark_connected()
         self._incoming[key] = channel
         return channel
@@ -231,7 +236,9 @@ class ControlPlane:
     async def _receive_dialed(self, channel: Channel) -> None:
         while not channel.socket.closed:
             frames = await channel.socket.recv_multipart(copy=False)
-            self._backlog.count_read(int(frames[-1].get(zmq.SRCFD)), sum(map(len, frames)))
+            size = sum(map(len, frames))
+            self._backlog.count_read(int(frames[-1].get(zmq.SRCFD)), size)
+            self._limits.download.count_control(size)
             if len(frames) == 1:
                 await self._dispatch(channel, frames[0].buffer)
             await asyncio.sleep(0)
@@ -239,6 +246,7 @@ class ControlPlane:
     async def _receive_from_caller(self, routing: bytes, frames: list[zmq.Frame]) -> bool:
         """Handle a caller's message; returns whether the guard allowed it."""
         frame = frames[0]
+        self._limits.download.count_control(sum(map(len, frames)))
         key, host = bytes.fromhex(str(frame.get("User-Id"))), str(frame.get("Peer-Address"))
         size = len(frame) if len(frames) == 1 else _UNBOUNDED  # Shoal sends no messages of several frames
         if not self.guard.allows(int(frame.get(zmq.SRCFD)), routing, key, host, size):

@@ -7,10 +7,12 @@ its position is sent in place of it, and a bit of the length says so.
 from __future__ import annotations
 
 import socket as sockets
+import time
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.transport.frame_crypto import HEADER_BYTES, TAG_BYTES
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 if TYPE_CHECKING:
     from shoal.swarm.transport.link import Frame, Link
@@ -35,12 +37,21 @@ READ_BYTES = 2**14
 decrypting them. With a larger value Linux makes room for it at once, and lets the TCP window grow no further."""
 
 
+class HeldBack(Exception):
+    """A limit on this machine's traffic lets no more bytes move at the moment."""
+
+
 class DataConnection:
     """A non-blocking data socket with the frame being received and the frame being sent."""
 
-    def __init__(self, socket: sockets.socket, link: Link | None, since_s: float) -> None:
-        """``link``: None until the other side has shown to which link the connection belongs."""
+    def __init__(
+        self, socket: sockets.socket, link: Link | None, since_s: float, limits: TrafficLimits | None = None
+    ) -> None:
+        """``link``: None until the other side has shown to which link the connection belongs. ``limits``: of the whole
+        process; None for none."""
         self.socket = socket
+        limits = limits or TrafficLimits()
+        self._upload, self._download = limits.upload, limits.download
         self.link = link
         self.since_s = since_s
         self.is_blocked = False
@@ -64,8 +75,8 @@ class DataConnection:
         """Return the next frame's header and sealed body, valid until ``release``, which must precede the next call.
 
         Until the frame is complete, the socket becomes readable only after ``low_water_bytes`` more have arrived.
-        Raises ``BlockingIOError`` when more has yet to come, ``OSError``, and ``WireError`` for a bad size or
-        position."""
+        Raises ``BlockingIOError`` when more has yet to come, ``HeldBack``, ``OSError``, and ``WireError`` for a bad
+        size or position."""
         if not self._header:
             while self._prefix_filled < PREFIX_BYTES:
                 self._prefix_filled += self._read([self._prefix[self._prefix_filled :]])
@@ -113,10 +124,16 @@ class DataConnection:
             self.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, size)
 
     def _read(self, buffers: list[memoryview]) -> int:
+        allowed = self._download.allowed_bytes(time.monotonic())
+        if allowed is not None:
+            if not allowed:
+                raise HeldBack
+            buffers = _first_bytes(buffers, allowed)
         got = self.socket.recvmsg_into(buffers)[0]
         if got == 0:
             raise ConnectionResetError("closed by the other side")
         self.received_bytes += got
+        self._download.count_data(got)
         return got
 
     def seal(self, link: Link, frame: Frame) -> int:
@@ -148,6 +165,20 @@ class DataConnection:
         return True
 
     def send(self) -> None:
-        """Send the rest of the last frame. Raises ``BlockingIOError``, ``OSError``."""
+        """Send the rest of the last frame. Raises ``BlockingIOError``, ``HeldBack``, ``OSError``."""
         while self._unsent:
-            self._unsent = self._unsent[self.socket.send(self._unsent) :]
+            allowed = self._upload.allowed_bytes(time.monotonic())
+            if allowed == 0:
+                raise HeldBack
+            sent = self.socket.send(self._unsent[:allowed])
+            self._upload.count_data(sent)
+            self._unsent = self._unsent[sent:]
+
+
+def _first_bytes(buffers: list[memoryview], most: int) -> list[memoryview]:
+    """Return the parts of the buffers that ``most`` bytes fill."""
+    parts = []
+    for buffer in buffers:
+        parts.append(buffer[:most])
+        most -= parts[-1].nbytes
+    return [part for part in parts if part.nbytes]

@@ -53,6 +53,7 @@ from shoal.swarm.transport.link import (
 from shoal.swarm.transport.shared_memory import OfferedMemory, open_shared
 from shoal.swarm.transport.sockets import connect, is_on_this_machine, listen
 from shoal.swarm.transport.source import ChunkSource, DownloadSource, reading
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 from shoal.swarm.transport.traffic_meter import TrafficMeter
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,10 @@ _URGENT = ("contribution", "partial", "activation", "gradient")
 class DataPlane:
     """All links of one process, and the blobs that it offers. ``node.py`` connects it with the control plane."""
 
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, limits: TrafficLimits) -> None:
+        """``limits``: of the whole process, control messages included."""
         self.meter = TrafficMeter()
+        self.limits = limits
         self.connections_per_link = 1
         """TCP connections of each link that this side opens; over long, fast paths several carry more than one."""
         self.reader_of: Callable[[bytes, str], Reader] = lambda key, host: Reader(key.hex(), network_of(host))
@@ -82,7 +85,7 @@ class DataPlane:
         self._links: dict[bytes, Link] = {}
         self._sources: dict[Blob, ChunkSource] = {}
         self._published = asyncio.Event()  # replaced after each publication
-        self._io_thread = IoThread(self._links, self.meter, self.close_link, self._handle_stream_control)
+        self._io_thread = IoThread(self._links, self.meter, limits, self.close_link, self._handle_stream_control)
 
     def start(self) -> None:
         """Start the I/O thread; links can be opened from now on."""
@@ -144,7 +147,7 @@ class DataPlane:
         for socket in connections:
             self._io_thread.attach(link, socket)
         link.attached.set()
-        if is_on_this_machine(connections[0]):
+        if is_on_this_machine(connections[0]) and not self.limits.are_set:
             self._offer_memory(link)
         return link
 
@@ -208,6 +211,8 @@ class DataPlane:
         link.was_offered = True
         connections = list(link.connections)
         try:
+            if self.limits.are_set:
+                raise LinkError("traffic is limited here, and what lies in memory would not count")
             if not connections or not all(is_on_this_machine(one.socket) for one in connections):
                 raise LinkError("the other end is on another machine")
             link.memory = open_shared(offer.process, offer.descriptor, offer.token)
@@ -290,10 +295,13 @@ class DataPlane:
         reader, now_s = self.reader_of(link.remote_key, link.remote_host), asyncio.get_running_loop().time
         state_bytes = max(source.state_bytes, sum(self._state_bytes.values()))
 
-        def count(size_bytes: int) -> None:
-            self._quota.take(reader, size_bytes, state_bytes, self.meter.bandwidth_bps, now_s())
+        def uplink_bps() -> float:
+            return self.limits.usable_bps(self.meter.bandwidth_bps)
 
-        place = self._quota.place(reader, state_bytes, self.meter.bandwidth_bps, now_s())
+        def count(size_bytes: int) -> None:
+            self._quota.take(reader, size_bytes, state_bytes, uplink_bps(), now_s())
+
+        place = self._quota.place(reader, state_bytes, uplink_bps(), now_s())
         with place, reading(source, link.remote_key):
             await self._send_chunks(link, stream, ask, source, count)
 

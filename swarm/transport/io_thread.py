@@ -2,7 +2,8 @@
 
 A frame costs an event loop far more than its bytes do, so this thread runs beside it: here a frame is a few system
 calls and one pass of the cipher, straight from the sender's memory to the receiver's. Frames of unknown links, of
-streams that nobody receives, or under wrong keys have no effect.
+streams that nobody receives, or under wrong keys have no effect. Where the owner has limited this machine's traffic,
+the connections that may not go on yet are held back here, and go on in turn.
 """
 
 from __future__ import annotations
@@ -23,11 +24,18 @@ from functools import partial
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.addresses import network_of
 from shoal.swarm.transport.caller_limits import StrangerPlaces, strangers_allowed
-from shoal.swarm.transport.data_connection import MAX_CHUNK_BYTES, PREFIX_BYTES, READ_BYTES, DataConnection
+from shoal.swarm.transport.data_connection import (
+    MAX_CHUNK_BYTES,
+    PREFIX_BYTES,
+    READ_BYTES,
+    DataConnection,
+    HeldBack,
+)
 from shoal.swarm.transport.frame_crypto import CHUNK, CREDIT, HELLO, STREAM_CONTROL, TAG_BYTES, Header
 from shoal.swarm.transport.link import Frame, FrameQueue, Link
 from shoal.swarm.transport.pacing import TICK_S, Pacing
-from shoal.swarm.transport.sockets import descriptors_allowed, tune_stream
+from shoal.swarm.transport.sockets import descriptors_allowed, limit_receive_buffer, tune_stream
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 from shoal.swarm.transport.traffic_meter import TrafficMeter
 
 log = logging.getLogger(__name__)
@@ -105,6 +113,7 @@ class IoThread:
         self,
         links: Mapping[bytes, Link],
         meter: TrafficMeter,
+        limits: TrafficLimits,
         on_closed: Callable[[Link], None],
         on_stream_control: Callable[[Link], None],
     ) -> None:
@@ -112,6 +121,10 @@ class IoThread:
         broke, ``on_stream_control`` when it has received stream control messages."""
         self._links = links
         self._meter = meter
+        self._limits = limits
+        self._held_reads: dict[DataConnection, None] = {}
+        self._held_writes: dict[DataConnection, None] = {}
+        """Connections that a limit holds back, those that have waited for longest first."""
         self._on_closed = on_closed
         self._receiver = FrameReceiver(meter, self._call_on_loop, on_stream_control)
         self._loop = asyncio.get_running_loop()
@@ -235,6 +248,8 @@ class IoThread:
             for key in list(self._selector.get_map().values()):
                 assert isinstance(key.fileobj, sockets.socket)
                 key.fileobj.close()
+            for connection in self._held_reads:  # the selector may not have them
+                connection.socket.close()
 
     # On the thread ----------------------------------------------------------------------------------------
 
@@ -243,10 +258,10 @@ class IoThread:
             time.sleep(self._pacing.sleep_s)
         self._is_asleep = True
         # Look at the commands only after setting the flag: one that was posted before has not woken the thread.
-        pause_s = _ACCEPT_PAUSE_S if self._accept_again_s is not None else None
-        wait_s = TICK_S if self._pacing.is_on else pause_s or (1.0 if self._strangers else None)
-        ready = self._selector.select(0 if self._commands else wait_s)
+        ready = self._selector.select(0 if self._commands else self._longest_wait_s())
         self._is_asleep = False
+        if self._held_reads or self._held_writes:
+            self._let_go_on()
         if self._accept_again_s is not None and time.monotonic() >= self._accept_again_s:
             self._accept_again()
         for key, events in ready:
@@ -266,6 +281,67 @@ class IoThread:
             self._dismiss_strangers()
         if self._pacing.is_on:
             self._pacing.update(time.monotonic(), self._links)
+
+    def _longest_wait_s(self) -> float | None:
+        """Return for how long the thread may wait for its sockets; None for ever."""
+        now_s = time.monotonic()
+        waits_s = [
+            *((TICK_S,) if self._pacing.is_on else ()),
+            *((_ACCEPT_PAUSE_S,) if self._accept_again_s is not None else ()),
+            *((1.0,) if self._strangers else ()),
+            *((self._limits.upload.wait_s(now_s),) if self._held_writes else ()),
+            *((self._limits.download.wait_s(now_s),) if self._held_reads else ()),
+        ]
+        return min(waits_s, default=None)
+
+    def _let_go_on(self) -> None:
+        """Let connections that a limit has held back go on, as far as it allows."""
+        for held, limit, go_on in (
+            (self._held_writes, self._limits.upload, self._write_on),
+            (self._held_reads, self._limits.download, self._read_on),
+        ):
+            if limit.wait_s(time.monotonic()):
+                continue
+            for connection in list(held):
+                if limit.allowed_bytes(time.monotonic()) == 0:
+                    break
+                if connection in held:  # else what another one did has closed it
+                    go_on(connection)
+
+    def _read_on(self, connection: DataConnection) -> None:
+        del self._held_reads[connection]
+        self._watch(connection)
+        self._read(connection, in_turn=True)
+
+    def _write_on(self, connection: DataConnection) -> None:
+        del self._held_writes[connection]
+        connection.is_blocked = False
+        self._watch(connection)
+        self._write(connection, in_turn=True)
+
+    def _hold_read(self, connection: DataConnection) -> None:
+        self._held_reads[connection] = None
+        self._watch(connection)
+        if connection.link is not None:
+            connection.link.last_frame_s = time.monotonic()  # it is this side that makes it wait
+
+    def _hold_write(self, connection: DataConnection) -> None:
+        connection.is_blocked = True
+        self._held_writes[connection] = None
+        self._watch(connection)
+
+    def _watch(self, connection: DataConnection) -> None:
+        """Have the selector report what the connection waits for: what a limit holds back waits for no socket."""
+        events = 0 if connection in self._held_reads else selectors.EVENT_READ
+        if connection.is_blocked and connection not in self._held_writes:
+            events |= selectors.EVENT_WRITE
+        is_known = connection.socket in self._selector.get_map()
+        if events and is_known:
+            self._selector.modify(connection.socket, events, connection)
+        elif events:
+            self._selector.register(connection.socket, events, connection)
+        elif is_known:
+            self._selector.unregister(connection.socket)
 
     def _drain_wake_ups(self) -> None:
         try:
@@ -298,9 +374,9 @@ class IoThread:
             self._listen(self._listener)
 
     def _add_caller(self, socket: sockets.socket, address: tuple[str, int]) -> None:
-        connection = DataConnection(socket, None, time.monotonic())
+        connection = DataConnection(socket, None, time.monotonic(), self._limits)
         try:
-            tune_stream(socket)
+            self._tune(socket)
             self._selector.register(socket, selectors.EVENT_READ, connection)
         except OSError as error:
             log.debug("an accepted connection was closed at once: %s", error)
@@ -309,6 +385,11 @@ class IoThread:
         victim = self._strangers.add(connection, network_of(address[0]))
         if victim is not None:
             self._drop(victim)
+
+    def _tune(self, socket: sockets.socket) -> None:
+        tune_stream(socket)
+        if (size_bytes := self._limits.receive_buffer_bytes) is not None:
+            limit_receive_buffer(socket, size_bytes)
 
     def _dismiss_strangers(self, all_of_them: bool = False) -> None:
         """Close connections that have not shown in time to which link they belong."""
@@ -321,10 +402,9 @@ class IoThread:
 
     def _attach(self, link: Link, socket: sockets.socket) -> None:
         try:
-            tune_stream(socket)
-            connection = DataConnection(socket, link, time.monotonic())
+            self._tune(socket)
+            connection = DataConnection(socket, link, time.monotonic(), self._limits)
             connection.seal(link, Frame(0, 0, memoryview(b""), kind=HELLO))
-            connection.send()
         except OSError as error:
             socket.close()
             self._break(link, error)
@@ -338,8 +418,12 @@ class IoThread:
 
     # Reading ----------------------------------------------------------------------------------------------
 
-    def _read(self, connection: DataConnection) -> None:
+    def _read(self, connection: DataConnection, *, in_turn: bool = False) -> None:
+        """``in_turn``: it has waited; others go behind those that wait."""
         link = connection.link
+        if self._held_reads and not in_turn:
+            self._hold_read(connection)
+            return
         # A paced thread sleeps and reads batches anyway; with a mark Linux would acknowledge each packet up to it.
         low_water_bytes = 1 if self._pacing.sleep_s else READ_BYTES
         try:
@@ -350,6 +434,8 @@ class IoThread:
                 elif link is not None:
                     self._receiver.receive(link, header, body)
                 connection.release()
+        except HeldBack:
+            self._hold_read(connection)
         except BlockingIOError:
             if link is not None:
                 link.last_frame_s = time.monotonic()
@@ -385,12 +471,16 @@ class IoThread:
 
     def _unblock(self, connection: DataConnection) -> None:
         connection.is_blocked = False
-        self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
+        self._watch(connection)
         self._write(connection)
 
-    def _write(self, connection: DataConnection) -> None:
+    def _write(self, connection: DataConnection, *, in_turn: bool = False) -> None:
+        """``in_turn``: it has waited; others go behind those that wait."""
         link = connection.link
         if link is None or connection not in link.connections:
+            return
+        if self._held_writes and not in_turn:
+            self._hold_write(connection)
             return
         try:
             for _ in range(_MAX_FRAMES):
@@ -402,9 +492,11 @@ class IoThread:
                 if frame.kind == CHUNK:
                     self._meter.count_sent(size, time.monotonic(), frame.scope)
             connection.send()
+        except HeldBack:
+            self._hold_write(connection)
         except BlockingIOError:
             connection.is_blocked = True
-            self._selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+            self._watch(connection)
         except OSError as error:
             self._break(link, error)
         else:
@@ -425,6 +517,9 @@ class IoThread:
 
     def _drop(self, connection: DataConnection) -> None:
         self._strangers.remove(connection)
+        self._held_writes.pop(connection, None)
         if not connection.is_closed:
-            self._selector.unregister(connection.socket)
+            if connection.socket in self._selector.get_map():
+                self._selector.unregister(connection.socket)
             connection.socket.close()
+        self._held_reads.pop(connection, None)

@@ -41,6 +41,7 @@ from shoal.swarm.transport.link import ChunkSink, Link
 from shoal.swarm.transport.pacing import merge_shares
 from shoal.swarm.transport.roster import Rosters
 from shoal.swarm.transport.source import ChunkSource
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 from shoal.swarm.transport.traffic_meter import TrafficMeter
 from shoal.swarm.transport.unmet import UnmetPeers
 from shoal.swarm.transport.zap_auth import Admit, ZapAuthenticator
@@ -91,16 +92,25 @@ class Node:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, keys: CurveKeys, host: str, ports: tuple[int, int | None], admit: Admit) -> AsyncIterator[Node]:
+    async def open(
+        cls,
+        keys: CurveKeys,
+        host: str,
+        ports: tuple[int, int | None],
+        admit: Admit,
+        limits: TrafficLimits | None = None,
+    ) -> AsyncIterator[Node]:
         """Bind both planes on ``host`` (port 0: any free one); the context's end closes everything.
 
-        With None for the data port, nobody can open links to this node. Raises ``Unreachable`` when it cannot bind."""
+        With None for the data port, nobody can open links to this node. ``limits``: on the traffic of both planes
+        together. Raises ``Unreachable`` when it cannot bind."""
+        limits = limits or TrafficLimits()
         context = zmq.asyncio.Context()
         context.max_sockets = _MAX_SOCKETS
         try:
             async with asyncio.TaskGroup() as tasks:
-                data = DataPlane(tasks)
-                node = cls(ControlPlane(context, keys, tasks), data)
+                data = DataPlane(tasks, limits)
+                node = cls(ControlPlane(context, keys, tasks, limits), data)
                 authenticator = ZapAuthenticator(context, tasks, admit, node.control.guard)
                 try:
                     handle_peers(node.control, data, node.may_open_links)
@@ -125,6 +135,11 @@ class Node:
     @property
     def meter(self) -> TrafficMeter:
         return self._data.meter
+
+    @property
+    def bandwidth_bps(self) -> float:
+        """What this machine's link carries, within its owner's limits; 0 while that is not known."""
+        return self._data.limits.usable_bps(max(self.meter.bandwidth_bps, self.meter.probed_bps))
 
     @property
     def connections_per_link(self) -> int:

@@ -122,6 +122,11 @@ def tune_stream(socket: sockets.socket) -> None:
     socket.setsockopt(sockets.IPPROTO_TCP, _NOT_SENT_LOW_WATER, _UNSENT_BYTES)
 
 
+def limit_receive_buffer(socket: sockets.socket, size_bytes: int) -> None:
+    """Limit what a connection receives ahead of its reader. Raises ``OSError``."""
+    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, size_bytes)
+
+
 def is_on_this_machine(socket: sockets.socket) -> bool:
     """Whether both ends of a TCP connection have the same address, and so are on this machine."""
     try:

@@ -10,6 +10,7 @@ from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.types import Address, Blob, RosterEntry
 from shoal.swarm.transport.node import Node
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 HOST = "127.0.0.1"
 LONG_S = 30.0
@@ -70,7 +71,8 @@ class Sink:
 class Member:
     """What outlives a node: its identity, keys and, once it was open, its ports."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: TrafficLimits | None = None) -> None:
+        self.limits = limits
         self.identity = Identity.generate()
         self.keys = CurveKeys.fresh()
         self.ports = (0, 0)
@@ -87,7 +89,9 @@ class Member:
         return key in self.allowed
 
     async def start(self) -> None:
-        self.node = await self.stack.enter_async_context(Node.open(self.keys, HOST, self.ports, self.admit))
+        self.node = await self.stack.enter_async_context(
+            Node.open(self.keys, HOST, self.ports, self.admit, self.limits)
+        )
         self.ports = (self.node.control_port, self.node.data_port)
 
     async def stop(self) -> None:

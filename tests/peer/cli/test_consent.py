@@ -1,3 +1,4 @@
+import base64
 import io
 import re
 import sys
@@ -97,7 +98,9 @@ def test_without_a_terminal_the_hash_has_to_be_given(
     run = run_file()
     with pytest.raises(NotAccepted, match=f"--accept {run.hash.hex()[:16]}"):
         Terminal(monkeypatch, "y", stdin=False).agree(run, tmp_path / "peer", [data])
-    for accept in (run.hash.hex(), run.hash.hex()[:16], run.hash.hex()[:20].upper()):
+    as_in_invite = base64.urlsafe_b64encode(run.hash).decode().rstrip("=")
+    given = (run.hash.hex(), run.hash.hex()[:16], run.hash.hex()[:20].upper(), as_in_invite, f"run={as_in_invite}")
+    for accept in given:
         Terminal(monkeypatch, stdin=False).agree(run, tmp_path / accept, [data], accept)
 
 
@@ -107,7 +110,7 @@ def test_another_hash_is_refused_always(
 ) -> None:
     run = run_file(source)
     terminal = Terminal(monkeypatch, "y")
-    for accept in ("0" * 16, run.hash.hex()[:15], run.hash.hex() + "0", "yes", run.hash.hex()[:16] + "x"):
+    for accept in ("0" * 16, run.hash.hex()[:15], run.hash.hex() + "0", "yes", run.hash.hex()[:16] + "x", "A" * 43):
         with pytest.raises(NotAccepted, match="--accept"):
             terminal.agree(run, tmp_path / "peer", [data], accept)
     assert "Join?" not in terminal.text
