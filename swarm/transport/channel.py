@@ -35,9 +35,9 @@ class Channel:
     socket: zmq.asyncio.Socket
     routing: bytes | None
     """The routing id of an incoming channel; None for a dialed one, which has a socket of its own."""
-    upload: RateLimit
-    """Counts what is sent."""
     remote_host: str = ""
+    upload: RateLimit = field(default_factory=RateLimit)
+    """Counts what is sent."""
     is_broken: bool = False
     was_connected: bool = False
     is_connected: bool = False

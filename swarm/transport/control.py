@@ -149,7 +149,7 @@ class ControlPlane:
             except zmq.ZMQError as error:
                 raise Unreachable(f"cannot connect to {host}:{port}: {error}") from error
             undo.pop_all()
-        channel = Channel(key, f"{host}:{port}", socket, None, self._limits.upload, remote_host=host)
+        channel = Channel(key, f"{host}:{port}", socket, None, host, self._limits.upload)
         self._dialed[address, key] = channel
         self._tasks.create_task(self._watch_connection(channel, monitor, address))
         self._tasks.create_task(self._receive_dialed(channel))
@@ -221,7 +221,7 @@ class ControlPlane:
             if channel is not None:
                 channel.mark_broken(Unreachable(f"{channel.label} has opened a new connection"))
             self._limit_channels()
-            channel = Channel(key, host, self._router, routing, self._limits.upload, remote_host=host)
+            channel = Channel(key, host, self._router, routing, host, self._limits.upload)
             channel.mark_connected()
         self._incoming[key] = channel
         return channel

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.fakes.memory_network import MemoryEndpoint, MemoryNetwork
@@ -24,6 +24,7 @@ from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.receive_backlog import ReceiveBacklog
 from shoal.swarm.transport.source import ChunkSource
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 from shoal.swarm.transport.traffic_meter import TrafficMeter
 from shoal.swarm.transport.zap_auth import Admit
 
@@ -196,6 +197,7 @@ class _Bulk:
     endpoint: MemoryEndpoint
     meter: TrafficMeter
     connections_per_link: int = 1
+    limits: TrafficLimits = field(default_factory=TrafficLimits)
 
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         self.endpoint.publish(blob, source)

@@ -33,7 +33,7 @@ async def a_member(
     coordinator: MemoryCoordinator, is_ours: Callable[[RunView], bool] | None = None
 ) -> AsyncIterator[LocalMember]:
     node: Any = MemoryNetwork().endpoint(identity(1).peer_id)
-    node.meter = TrafficMeter()
+    node.meter, node.bandwidth_bps = TrafficMeter(), 0.0
     client, _ = make_client(coordinator, node, identity(1), curve_keys(1), 0.01)
     await client.join()
     async with asyncio.TaskGroup() as tasks:

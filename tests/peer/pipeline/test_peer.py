@@ -21,6 +21,7 @@ from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorShowCapability
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 RUN = """
 algorithm = "virtual_batch"
@@ -89,7 +90,9 @@ class Side:
         self.peer: Any = PipelinePeer.__new__(PipelinePeer)
         self.peer._members = SimpleNamespace(run=self.run, stages={})
         self.peer._network = FakeNetwork()
-        self.peer._connection = SimpleNamespace(peer="me", emit=lambda event, **_: None)
+        self.peer._connection = SimpleNamespace(
+            peer="me", emit=lambda event, **_: None, options=SimpleNamespace(limits=TrafficLimits())
+        )
         self.peer._stopping, self.peer._device = False, torch.device("cpu")
         self.peer._memory, self.peer._limits = MemoryBytes(1000, None), MemoryLimits()
         self.peer._slowdown, self.peer._updates, self.peer._next_check_s, self.peer._reporting = (
