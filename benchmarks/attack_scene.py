@@ -201,8 +201,8 @@ class LyingReduction(Reduction):
 
 
 class LyingOwner(Averager):
-    def _all_reduce(self, store: ResultStore) -> AllReduce:
-        exchange = super()._all_reduce(store)
+    async def _all_reduce(self, store: ResultStore) -> AllReduce:
+        exchange = await super()._all_reduce(store)
         kept = exchange.as_owner.inclusions
         exchange.as_owner = LyingReduction(exchange._context, store.group, store.put, inclusions=kept)
         return exchange

@@ -33,6 +33,7 @@ from shoal.compression.formats import named_format_map
 from shoal.compression.kernels import loader
 from shoal.compression.range_reader import TensorReader
 from shoal.swarm.averaging.buffer_pool import BufferPool
+from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.chunk_judge import checked_contribution, reduce_again
 from shoal.swarm.averaging.contribution import encode_leaves
 from shoal.swarm.averaging.inclusions import audits_a_round
@@ -175,7 +176,9 @@ async def _costs(members: int, elements: int) -> tuple[float, float, int]:
 
     def made(index: int, data: dict[int, memoryview]) -> memoryview:
         packed = {at: checked_contribution(store, index, at, one) for at, one in data.items()}
-        return reduce_again(store, index, sorted(packed), packed)
+        result = reduce_again(store, store.group, index, ChunkHeader(sorted(packed)), packed, {})
+        assert result is not None
+        return result
 
     own, data = store.chunks_of(store.plan.parts[0]), shown(0)
     made(0, data)  # compiles

@@ -3,8 +3,8 @@
 Every mean is encoded once and decoded by all members alike. Each owner pulls its part from every member and reduces it;
 every member pulls the results of all other parts from their owners, or from stand-ins (reduce-scatter and all-gather,
 overlapped chunk by chunk). In a grid, an owner collects its own row's contributions and the other rows' partial sums,
-which those rows' reducers make, and the row reducers pass its results on to their rows. Nothing is applied here:
-results are kept until the coordinator's verdict.
+which those rows' reducers make and sign, and the row reducers pass its results on to their rows. Nothing is applied
+here: results are kept until the coordinator's verdict.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shoal.swarm.averaging.chunk_header import holders, may_hold
 from shoal.swarm.averaging.chunk_streams import ExchangeContext
 from shoal.swarm.averaging.contribution import ContributionSource, EncodedContribution, contribution_blob
 from shoal.swarm.averaging.inclusions import Inclusions
+from shoal.swarm.averaging.partial_sums import sign_partial_sum
 from shoal.swarm.averaging.prefetch import Prefetch
 from shoal.swarm.averaging.reduction import Reduction
 from shoal.swarm.averaging.result_fetch import adopt_agreed, fetch_part
@@ -31,7 +32,7 @@ from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, ShoalError
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import Part
-from shoal.swarm.protocol.statements import ChunkRanges, ranges_of
+from shoal.swarm.protocol.statements import ChunkRanges, PlanSigner, ranges_of
 from shoal.swarm.protocol.types import MAX_MADE_RANGES, Blob, Delivery
 from shoal.swarm.transport.node import Endpoint
 from shoal.swarm.transport.source import ChunkSource
@@ -77,22 +78,24 @@ class AllReduce:
         self,
         endpoint: Endpoint,
         store: ResultStore,
-        me: str,
+        signer: PlanSigner,
         feedback: ErrorFeedback,
         contribution: EncodedContribution,
         deadlines: Deadlines,
         was_away: Callable[[float], bool] = lambda since_s: False,
         prefetch: Prefetch | None = None,
     ) -> None:
-        """``feedback``: begun with our contribution, (elements,) float32, which is encoded as ``contribution``.
-        ``was_away``: see ``ExchangeContext``. ``prefetch``: with the same chunks; its streams are taken over."""
+        """``signer``: ours; ``feedback``: begun with our contribution, (elements,) float32, which is encoded as
+        ``contribution``. ``was_away``: see ``ExchangeContext``. ``prefetch``: with the same chunks; its streams are
+        taken over."""
         plan = store.plan
         self.blob = contribution_blob(plan)
+        self.signer = signer
         self._endpoint = endpoint
         self.store = store
         self._plan = plan
         self._members = [member.peer for member in plan.members]
-        self.me = self._members.index(me)
+        self.me = self._members.index(signer.peer)
         self.row = plan.members[self.me].row
         self.feedback = feedback
         self._exchange = ExchangeResult()
@@ -102,19 +105,21 @@ class AllReduce:
         sources: dict[Blob, ChunkSource] = {self.blob: self._source}
         if plan.columns:
             sources[Blob(kind="partial", number=plan.round)] = self._partial_sums
-        self._context = ExchangeContext(endpoint, store, self.me, deadlines, was_away, sources)
+        self._context = ExchangeContext(
+            endpoint, store, self.me, deadlines, was_away, sources, plan_statement=signer.plan
+        )
         if prefetch is not None:
             taken = prefetch.context
             self._context = replace(self._context, prefetched=taken.prefetched, meters=taken.meters)
         self._inclusions: Inclusions | None = None
         self.as_owner = Reduction(self._context, store.group, store.put)
-        self.as_row_reducer = Reduction(self._context, store.group.row(self.row), self._partial_sums.put)
+        self.as_row_reducer = Reduction(self._context, store.group.row(self.row), self._put_partial_sum)
         self.as_stand_in: list[Reduction] = []
         self._guard = StragglerGuard(self._context, lambda: [part.start for part in plan.parts if not store.has(part)])
 
     def keep_inclusions(self, inclusions: Inclusions) -> None:
-        """Keep there what the means made here include. Call it before ``run``."""
-        self._inclusions = self.as_owner.inclusions = inclusions
+        """Keep there what the means and partial sums made here include. Call it before ``run``."""
+        self._inclusions = self.as_owner.inclusions = self.as_row_reducer.inclusions = inclusions
 
     async def run(self) -> ExchangeResult:
         """Run the exchange until every part is in the store or given up."""
@@ -139,6 +144,10 @@ class AllReduce:
         await self._context.withdraw()
         await self._partial_sums.close()
         await self._source.close()
+
+    async def _put_partial_sum(self, chunk: int, data: memoryview) -> None:
+        await in_thread(sign_partial_sum, self.signer, self.row, self.as_row_reducer.group, chunk, data)
+        await self._partial_sums.put(chunk, data)
 
     def deliveries(self) -> tuple[Delivery, ...]:
         """Return the delivery rates of the other members in this exchange."""

@@ -2,7 +2,8 @@
 
 Which ones it draws by randomness of its own, so nobody knows before a mean is made whether it will be checked. It
 fetches what the maker included, reduces that again (``chunk_judge.py``), and sends the coordinator the evidence where
-the bytes differ. Nobody has to believe it: the evidence proves itself.
+the bytes differ. In a grid it draws then one of the partial sums that the mean includes, and checks that in the same
+way with its row reducer. Nobody has to believe it: the evidence proves itself.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator, Set
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from shoal.swarm.aio import in_thread
-from shoal.swarm.averaging.buffer_pool import same_bytes
-from shoal.swarm.averaging.chunk_judge import checked_contribution, make_evidence, reduce_again
-from shoal.swarm.averaging.inclusions import audits_a_round
+from shoal.swarm.averaging.chunk_header import ChunkHeader
+from shoal.swarm.averaging.chunk_judge import Shown, Subject, fault_of, make_evidence
+from shoal.swarm.averaging.inclusions import Places, audits_a_round, included_blob
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, Busy, MemberGone, ShoalError, WireError
 from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.types import Blob
+from shoal.swarm.protocol.statements import PlanStatement, name_of, plan_digest
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,7 @@ class ChosenChunk:
 
 
 def auditable(store: ResultStore, verdict: Verdict, me: str) -> Iterator[ChosenChunk]:
-    """Yield the chunks of a committed round that can be checked: others have signed for them, and their members were
-    summed one by one."""
+    """Yield the chunks of a committed round that can be checked: others have signed for them."""
     members = store.plan.members
     for number, (digest, made) in enumerate(zip(verdict.digests, verdict.makers, strict=False)):
         if digest is None or made is None or members[made.member].peer == me:
@@ -57,9 +57,22 @@ def auditable(store: ResultStore, verdict: Verdict, me: str) -> Iterator[ChosenC
             if not any(first <= chunk < stop for first, stop in made.chunks):
                 continue
             header = store.group.header(store[chunk])
-            size = store.leaf_grid.chunk_bytes(*store.bounds(chunk)) * (len(header.included) + 1)
-            if header.included and not header.reduced_rows and size < MAX_EVIDENCE_BYTES / 2:
+            if header.included and _shown_bytes(store, chunk, header) < MAX_EVIDENCE_BYTES / 2:
                 yield ChosenChunk(number, chunk, made.member)
+
+
+def _shown_bytes(store: ResultStore, chunk: int, header: ChunkHeader) -> int:
+    """Return about how large the evidence on a chunk may be, or on a partial sum of it."""
+    group, (start, stop) = store.group, store.bounds(chunk)
+    sums = [_sum_bytes(store, chunk, row) for row in header.reduced_rows]
+    rows = [len(group.rows[row]) for row in header.reduced_rows]
+    contributions = max([len(group.summed_directly(header)), *rows]) * store.leaf_grid.chunk_bytes(start, stop)
+    return contributions + sum(sums) + group.result_bytes(store.codec(chunk), stop - start)
+
+
+def _sum_bytes(store: ResultStore, chunk: int, row: int) -> int:
+    group, (start, stop) = store.group.row(row), store.bounds(chunk)
+    return group.result_bytes(store.codec_map.result(start, stop, len(group.members)), stop - start)
 
 
 def unsigned_owners(store: ResultStore, verdict: Verdict) -> Iterator[str]:
@@ -77,9 +90,19 @@ def unsigned_owners(store: ResultStore, verdict: Verdict) -> Iterator[str]:
 def choose(store: ResultStore, verdict: Verdict, me: str, share: float, rng: random.Random) -> list[ChosenChunk]:
     """Draw the chunks that member ``me`` checks of a committed round, so many that on average they take ``share``."""
     found = list(auditable(store, verdict, me))
-    wanted = audits_a_round(share, len(store.plan.members), store.chunks)
+    wanted = audits_a_round(share, len(store.plan.members), store.chunks, len(store.group.rows))
     count = math.floor(wanted) + (rng.random() < wanted % 1.0)
     return rng.sample(found, min(count, len(found)))
+
+
+@dataclass(frozen=True)
+class _CommittedPart:
+    """A committed part of a round. ``about``: the round's plan; ``results``: the part's chunks, in order."""
+
+    store: ResultStore
+    verdict: Verdict
+    about: PlanStatement
+    results: list[memoryview]
 
 
 class Auditor:
@@ -137,62 +160,71 @@ class Auditor:
 
     async def _audit_round(self, store: ResultStore, verdict: Verdict) -> None:
         chosen = await in_thread(choose, store, verdict, self._me, self._share, self._rng)
+        about = PlanStatement(name_of(verdict), await in_thread(plan_digest, store.plan))
         # Held from now on: the store drops them when the next round is committed.
         results = {one.part: store.bytes_of(store.plan.parts[one.part]) for one in chosen}
         for one in chosen:
-            try:
-                await self._audit(store, verdict, one, results[one.part])
-            except MemberGone as error:
-                log.info("round %d: no audit of chunk %d: %s", verdict.round, one.chunk, error)
-            except ShoalError as error:
-                maker = store.plan.members[one.maker].peer
-                self._owe(maker, verdict.round + _UNSHOWN_ROUNDS)
-                log.warning("round %d: no audit of chunk %d of %s: %s", verdict.round, one.chunk, maker, error)
+            part, committed = store.plan.parts[one.part], _CommittedPart(store, verdict, about, results[one.part])
+            mean = Subject(one.part, one.chunk, None, results[one.part][one.chunk - store.chunks_of(part).start])
+            shown = await self._audit(committed, mean, one.maker)
+            sums, row_reducers = {} if shown is None else shown.partial_sums, store.plan.row_reducers(part)
+            others = [row for row in sorted(sums) if store.plan.members[row_reducers[row]].peer != self._me]
+            if others:
+                row = self._rng.choice(others)
+                await self._audit(committed, Subject(one.part, one.chunk, row, sums[row]), row_reducers[row])
 
-    async def _audit(self, store: ResultStore, verdict: Verdict, one: ChosenChunk, results: list[memoryview]) -> None:
-        result = results[one.chunk - store.chunks_of(store.plan.parts[one.part]).start]
-        contributions = await self._included(store, one, set(store.group.header(result).included))
-        is_right = await in_thread(self._is_mean, store, one.chunk, contributions, result)
-        self.audited += 1
-        if is_right:
-            return
-        maker = store.plan.members[one.maker].peer
-        log.warning("round %d: chunk %d of %s is not what it says it includes", verdict.round, one.chunk, maker)
-        await self._accuse(await in_thread(make_evidence, verdict, one.part, one.chunk, results, contributions))
+    async def _audit(self, committed: _CommittedPart, subject: Subject, member: int) -> Shown | None:
+        """Check what a member made, and accuse it where that is wrong. Returns what it includes if it is right."""
+        store, number, chunk = committed.store, committed.store.plan.round, subject.chunk
+        maker = store.plan.members[member].peer
+        try:
+            shown = await self._shown(store, subject, maker)
+            fault = await in_thread(fault_of, store, committed.about, subject, member, shown)
+            self.audited += 1
+            if fault is None:
+                return shown
+            log.warning("round %d: %s: %s", number, maker, fault.reason)
+            await self._accuse(await in_thread(make_evidence, committed.verdict, subject, committed.results, shown))
+        except MemberGone as error:
+            log.info("round %d: no audit of chunk %d: %s", number, chunk, error)
+        except ShoalError as error:
+            self._owe(maker, number + _UNSHOWN_ROUNDS)
+            log.warning("round %d: no audit of chunk %d of %s: %s", number, chunk, maker, error)
+        return None
 
-    def _is_mean(
-        self, store: ResultStore, chunk: int, contributions: dict[int, memoryview], result: memoryview
-    ) -> bool:
-        packed = {member: checked_contribution(store, chunk, member, data) for member, data in contributions.items()}
-        return same_bytes(reduce_again(store, chunk, sorted(packed), packed), result)
-
-    async def _included(self, store: ResultStore, one: ChosenChunk, included: Set[int]) -> dict[int, memoryview]:
+    async def _shown(self, store: ResultStore, subject: Subject, maker: str) -> Shown:
         """Fetch what the maker included in a chunk. Raises ``ShoalError``, the maker's too."""
         for _ in range(_TRIES - 1):
             try:
-                return await self._fetch(store, one, included)
+                return await self._fetch(store, subject, maker)
             except Busy:
                 await asyncio.sleep(self._deadlines.heartbeat_s * self._rng.random())
-        return await self._fetch(store, one, included)
+        return await self._fetch(store, subject, maker)
 
-    async def _fetch(self, store: ResultStore, one: ChosenChunk, included: Set[int]) -> dict[int, memoryview]:
-        members = len(store.plan.members)
-        first, size = one.chunk * members, store.leaf_grid.chunk_bytes(*store.bounds(one.chunk))
+    async def _fetch(self, store: ResultStore, subject: Subject, maker: str) -> Shown:
+        chunk, places, header = subject.chunk, Places(store.group), subject.header(store)
+        size = store.leaf_grid.chunk_bytes(*store.bounds(chunk))
+        sum_sizes = [_sum_bytes(store, chunk, row) for row in range(len(store.group.rows))]
+        members = {one: places.contribution(chunk, one) for one in subject.group(store).summed_directly(header)}
+        rows = {row: places.partial_sum(chunk, row) for row in header.reduced_rows}
+        wanted = dict.fromkeys(members.values(), size) | {place: sum_sizes[row] for row, place in rows.items()}
         received: dict[int, memoryview] = {}
-        ignored = memoryview(bytearray(size))  # for contributions that came, but are not in the mean
+        ignored = memoryview(bytearray(max(size, *sum_sizes)))  # for what came to the maker, but is not in the mean
 
-        def sink(index: int, size_bytes: int) -> memoryview:  # on the data plane's thread
-            if size_bytes not in (0, size):
-                raise WireError(f"a contribution of {size_bytes} bytes does not fit")
-            is_wanted = index - first in included
-            received[index - first] = data = memoryview(bytearray(size_bytes)) if is_wanted else ignored[:size_bytes]
+        def sink(place: int, size_bytes: int) -> memoryview:  # on the data plane's thread
+            if size_bytes not in (0, wanted.get(place, size_bytes)) or size_bytes > ignored.nbytes:
+                raise WireError(f"what a mean includes has no chunks of {size_bytes} bytes")
+            received[place] = data = memoryview(bytearray(size_bytes)) if place in wanted else ignored[:size_bytes]
             return data
 
-        blob, maker = Blob(kind="included", number=store.plan.round), store.plan.members[one.maker].peer
-        chunks = range(first, first + members)
-        async with aclosing(self._endpoint.fetch(maker, blob, chunks, sink, self._deadlines.request_s)) as stream:
-            async for index in stream:
-                self.audited_bytes += received[index - first].nbytes
-        if any(not received[member].nbytes for member in included):
+        span = range(min(wanted), max(wanted) + 1)
+        fetch = self._endpoint.fetch(maker, included_blob(store), span, sink, self._deadlines.request_s)
+        async with aclosing(fetch) as stream:
+            async for place in stream:
+                self.audited_bytes += received[place].nbytes
+        if any(not received[place].nbytes for place in wanted):
             raise BlobUnavailable("it does not show all that its mean includes")
-        return {member: received[member] for member in included}
+        return Shown(
+            {member: received[place] for member, place in members.items()},
+            {row: received[place] for row, place in rows.items()},
+        )

@@ -34,6 +34,7 @@ from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.statements import (
     ContributionStatement,
     PartStatement,
+    PlanSigner,
     PlanStatement,
     plan_digest,
     unsigned_contributions,
@@ -211,8 +212,8 @@ class Averager:
         if self._prefetch is not None and not (view.as_expected and self._prefetch.fits(plan)):
             self._prefetch.context.close_streams(tasks)
         store = self._open_store(plan)
+        exchange = self._exchange = await self._all_reduce(store)
         self.on_exchange(True)
-        exchange = self._exchange = self._all_reduce(store)
         self._prefetch = None
         async with asyncio.TaskGroup() as running_tasks:
             running = running_tasks.create_task(exchange.run())
@@ -230,24 +231,24 @@ class Averager:
 
     def _signed(self, report: PeerToCoordinatorRoundReport, exchange: AllReduce) -> PeerToCoordinatorRoundReport:
         """Return the report with our signatures of the parts that we have reduced."""
-        client, plan = self._client, exchange.store.plan
-        about, signed = PlanStatement(client.round_name(plan.round), plan_digest(plan)), []
+        signer, signed = exchange.signer, []
         for part, chunks in exchange.made().items():
             made = MadePart(part=part, chunks=chunks, signature=bytes(64))
-            statement = PartStatement.of_report(about, report, made)
-            signed.append(made.model_copy(update={"signature": client.sign(statement)}))
+            statement = PartStatement.of_report(signer.plan, report, made)
+            signed.append(made.model_copy(update={"signature": signer.sign(statement)}))
         return report.model_copy(update={"made": tuple(signed)})
 
-    def _all_reduce(self, store: ResultStore) -> AllReduce:
+    async def _all_reduce(self, store: ResultStore) -> AllReduce:
         client, feedback, contribution = self._client, self.round_feedback.error_feedback, self._contribution
         assert contribution is not None, "the plan has our root"
-        deadlines, prefetch = client.deadlines, self._prefetch
+        deadlines, prefetch, number = client.deadlines, self._prefetch, store.plan.round
+        about = PlanStatement(client.round_name(number), await in_thread(plan_digest, store.plan))
+        signer = PlanSigner(client.peer, about, client.sign)
         exchange = AllReduce(
-            self._endpoint, store, client.peer, feedback, contribution, deadlines, client.was_away, prefetch
+            self._endpoint, store, signer, feedback, contribution, deadlines, client.was_away, prefetch
         )
-        share, number = client.run_file.audit.share, store.plan.round
-        # In a grid, means are made of partial sums that nobody has signed; alone, there is no auditor.
-        if share and not store.plan.columns and len(store.plan.members) > 1:
+        share = client.run_file.audit.share
+        if share and len(store.plan.members) > 1:  # alone, there is no auditor
             if number not in self._inclusions:
                 self._drop_old_inclusions()
                 self._inclusions[number] = Inclusions(store, share, self.inclusions_folder)
@@ -310,7 +311,7 @@ class Averager:
         await self._stores.drop(*before)
         planned = self._is_planned(verdict.plan, offer)
         if planned and exchange is None:
-            exchange = self._all_reduce(self._stores[offer.round])
+            exchange = await self._all_reduce(self._stores[offer.round])
         ours = self._client.joins == self._joins
         end = functools.partial(self.round_feedback.end, planned=planned, ours=ours)
         await in_thread(end, offer, exchange, self._joins)

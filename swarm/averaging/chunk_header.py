@@ -9,16 +9,22 @@ from functools import cached_property
 from shoal.compression.codec import Codec
 from shoal.swarm.protocol.rounds import Part, RoundPlan
 
+_NAME_BYTES, _SIGNATURE_BYTES = 32, 64
+
 _OTHERS_FIRST = 2
 """Most members that are asked before those to be avoided: each may cost the time-out for results."""
 
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """Members in a mean, ``included``, in the plan's order, and the rows that came into it as partial sums."""
+    """Members in a mean, ``included``, in the plan's order, and the rows that came into it as partial sums.
+
+    ``seal``: in a grid, of a mean the name of those partial sums, zeros where there is none, and of a partial sum its
+    row reducer's signature (``partial_sums.py``); empty in a flat group."""
 
     included: list[int] = field(default_factory=list)
     reduced_rows: list[int] = field(default_factory=list)
+    seal: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -27,31 +33,47 @@ class Group:
 
     ``weights``: of all members of the plan. A packed header has one bit for each member of the group and then, if there
     are several rows, one bit for each row that came as a partial sum; the first member has the lowest bit of the first
-    byte.
+    byte. After these bytes it has the seal, of ``seal_bytes``.
     """
 
     rows: tuple[tuple[int, ...], ...]
     weights: tuple[int, ...]
+    seal_bytes: int = 0
 
     @classmethod
     def of(cls, plan: RoundPlan) -> Group:
         rows: list[list[int]] = [[] for _ in range(1 + max(member.row for member in plan.members))]
         for index, member in enumerate(plan.members):
             rows[member.row].append(index)
-        return cls(tuple(map(tuple, rows)), tuple(member.weight_tokens for member in plan.members))
+        weights = tuple(member.weight_tokens for member in plan.members)
+        return cls(tuple(map(tuple, rows)), weights, _NAME_BYTES if plan.columns else 0)
 
     def row(self, index: int) -> Group:
         """Return one row as a group of its own: its mean is that row's partial sum."""
-        return Group((self.rows[index],), self.weights)
+        return Group((self.rows[index],), self.weights, _SIGNATURE_BYTES)
 
     @cached_property
     def members(self) -> list[int]:
         return sorted(member for row in self.rows for member in row)
 
     @cached_property
-    def header_bytes(self) -> int:
+    def bits_bytes(self) -> int:
+        """Bytes of the header before its seal."""
         flags = len(self.rows) if len(self.rows) > 1 else 0
         return (len(self.members) + flags + 7) // 8
+
+    @property
+    def header_bytes(self) -> int:
+        return self.bits_bytes + self.seal_bytes
+
+    @cached_property
+    def row_of(self) -> dict[int, int]:
+        """The row of each member."""
+        return {member: row for row, members in enumerate(self.rows) for member in members}
+
+    def summed_directly(self, header: ChunkHeader) -> list[int]:
+        """Return the members in a mean whose row did not come into it as a partial sum."""
+        return [member for member in header.included if self.row_of[member] not in header.reduced_rows]
 
     def weight(self, included: Iterable[int]) -> int:
         """Return the tokens that these members bring."""
@@ -61,15 +83,16 @@ class Group:
         place = {member: bit for bit, member in enumerate(self.members)}
         bits = sum(1 << place[member] for member in header.included)
         bits |= sum(1 << len(place) + row for row in header.reduced_rows)
-        return bits.to_bytes(self.header_bytes, "little")
+        return bits.to_bytes(self.bits_bytes, "little") + header.seal.ljust(self.seal_bytes, b"\0")
 
     def header(self, data: memoryview) -> ChunkHeader:
         """Return the header of a result chunk or partial sum."""
-        bits = int.from_bytes(data[: self.header_bytes], "little")
+        bits = int.from_bytes(data[: self.bits_bytes], "little")
         rows = bits >> len(self.members) if len(self.rows) > 1 else 0
         return ChunkHeader(
             [member for bit, member in enumerate(self.members) if bits >> bit & 1],
             [row for row in range(len(self.rows)) if rows >> row & 1],
+            bytes(data[self.bits_bytes : self.header_bytes]),
         )
 
     def result_bytes(self, codec: Codec, elements: int) -> int:

@@ -1,14 +1,15 @@
-"""Judge of one result chunk: reduces it again from the contributions that it says it includes, and compares the bytes.
+"""Judge of one chunk of a mean or partial sum: reduces it again from what it says it includes, and compares the bytes.
 
-Owners reduce the same way (``reduction.PartReducer``), and the same contributions give the same bytes on every machine,
-so a difference proves that whoever signed the part did not make the mean that it claims. How far that moved the mean is
-compared with how far its maker's own contribution could have moved it.
+Owners and row reducers reduce the same way (``reduction.PartReducer``), and the same contributions and partial sums
+give the same bytes on every machine, so a difference proves that whoever signed the chunk did not make what it claims.
+A mean that includes a wrong partial sum is right; the partial sum itself shows that it is wrong. How far that moved the
+mean is compared with how far its maker's own contribution could have moved it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,21 +18,30 @@ from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError
 from shoal.compression.norms import RELATIVE_ERROR
 from shoal.swarm.averaging.buffer_pool import same_bytes
+from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.merkle import MerkleTree, is_of
 from shoal.swarm.averaging.norm_bounds import NormBounds
+from shoal.swarm.averaging.partial_sums import is_signed, name_of_sums
 from shoal.swarm.averaging.reduction import PartReducer, ReducedChunk
 from shoal.swarm.averaging.results import ResultStore, chunk_digest
 from shoal.swarm.errors import WireError
-from shoal.swarm.protocol.evidence import Evidence, ShownContribution, pack_evidence, unpack_evidence
+from shoal.swarm.protocol.evidence import (
+    Evidence,
+    ShownContribution,
+    ShownPartialSum,
+    pack_evidence,
+    unpack_evidence,
+)
 from shoal.swarm.protocol.rounds import Part, RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.statements import PartStatement, has_signed
+from shoal.swarm.protocol.statements import PartStatement, PlanStatement, has_signed, name_of, plan_digest
 from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
 _LEEWAY = 1.0 + 4.0 * RELATIVE_ERROR
 """Factor on claimed squares. Machines measure a square with an error of up to ``RELATIVE_ERROR`` each, up or down, so a
 chunk at the edge of its claim may have been within it for its owner; so little above it does no harm."""
+
 
 _MOST_EXCESS = 1e9
 """Largest excess that is told: of a maker whose own contribution could move nothing there, for one."""
@@ -56,11 +66,46 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What is judged: a chunk of a mean, or with ``row`` that row's partial sum of it.
+
+    ``part``: its index in the plan; ``chunk``: index in the round; ``data``: header and packed values."""
+
+    part: int
+    chunk: int
+    row: int | None
+    data: memoryview
+
+    def group(self, store: ResultStore) -> Group:
+        """Return the members that can be in it. Raises ``WireError`` for a row that the plan does not have."""
+        if self.row is None:
+            return store.group
+        if not store.plan.columns or self.row >= len(store.group.rows):
+            raise WireError("the plan has no such row")
+        return store.group.row(self.row)
+
+    def header(self, store: ResultStore) -> ChunkHeader:
+        """Return its header. Raises ``WireError`` without one, or where nobody is in it."""
+        group = self.group(store)
+        if self.data.nbytes < group.header_bytes or not (header := group.header(self.data)).included:
+            raise WireError("it has no header, or nobody is in it")
+        return header
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is shown of what a subject includes: by member chunks of contributions with their paths; by row partial
+    sums with their signatures."""
+
+    contributions: Mapping[int, memoryview]
+    partial_sums: Mapping[int, memoryview] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Judgement:
     """What evidence shows. ``guilty``: ``maker`` signed another mean than that of what it says it includes;
     ``innocent``: its mean is right; ``void``: nothing, as the evidence is incomplete or not signed as it should be.
-    ``excess``: how far the wrong mean is from the right one, relative to how far the maker's own contribution could
-    have moved it (``NormBounds.influence``); above 1 it is beyond the bound."""
+    ``excess``: as in ``Fault``; above 1 it is beyond the bound."""
 
     word: Literal["guilty", "innocent", "void"]
     reason: str
@@ -69,47 +114,33 @@ class Judgement:
     excess: float = 0.0
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a subject. ``excess``: how far it is from the right one, relative to how far its maker's own
+    contribution could have moved that (``NormBounds.influence``)."""
+
+    reason: str
+    excess: float
+
+
 def judge(data: bytes, facts: RunFacts) -> Judgement:
     """Judge packed evidence, whoever it is from. For a worker thread."""
     try:
         evidence = unpack_evidence(data)
         plan, part = _committed(evidence, facts)
-        maker = _maker(evidence, plan)
-        peer = plan.members[maker].peer
         store = ResultStore(plan, facts.codec_map)
-        included = _included(evidence, store, part)
-        packed = {
-            one.member: checked_contribution(store, evidence.chunk, one.member, memoryview(one.data))
-            for one in evidence.contributions
-        }
+        subject = Subject(evidence.part, evidence.chunk, evidence.row, memoryview(evidence.result))
+        if subject.chunk not in store.chunks_of(part):
+            raise WireError("the chunk is not of that part")
+        about = PlanStatement(name_of(evidence.verdict), plan_digest(plan))
+        maker = _maker(evidence, store) if subject.row is None else _row_reducer(evidence, store, subject, about)
+        fault = fault_of(store, about, subject, maker, _shown(evidence))
     except WireError as error:
         return Judgement("void", str(error))
-    again = reduce_again(store, evidence.chunk, included, packed)
-    if same_bytes(again, memoryview(evidence.result)):
-        return Judgement("innocent", f"chunk {evidence.chunk} is the mean of what it includes", peer, plan.round)
-    excess = _excess(store, evidence, maker, included, again)
-    reason = (
-        f"chunk {evidence.chunk} is not the mean of what it says it includes: it is off by {excess:.3g} times what its "
-        "maker's own contribution could have moved it"
-    )
-    return Judgement("guilty", reason, peer, plan.round, excess)
-
-
-def _excess(store: ResultStore, evidence: Evidence, maker: int, included: Sequence[int], again: memoryview) -> float:
-    """Return how far the wrong mean is from the right one, relative to the maker's influence there."""
-    result = memoryview(evidence.result)
-    moved = float((_values(store, evidence.chunk, result) - _values(store, evidence.chunk, again)).double().norm())
-    allowed = store.norm_bounds.influence(maker, included, *store.bounds(evidence.chunk))
-    return min(moved / allowed, _MOST_EXCESS) if allowed else _MOST_EXCESS
-
-
-def _values(store: ResultStore, chunk: int, result: memoryview) -> torch.Tensor:
-    """Return what members make of a result chunk, (n,) float32: zeros where it is void or does not decode."""
-    start, stop = store.bounds(chunk)
-    try:
-        return store.codec(chunk).decode(result[store.group.header_bytes :], stop - start)
-    except CodecError:
-        return torch.zeros(stop - start)
+    peer = plan.members[maker].peer
+    if fault is None:
+        return Judgement("innocent", f"chunk {evidence.chunk} is made of what it includes", peer, plan.round)
+    return Judgement("guilty", fault.reason, peer, plan.round, fault.excess)
 
 
 def _committed(evidence: Evidence, facts: RunFacts) -> tuple[RoundPlan, Part]:
@@ -126,12 +157,18 @@ def _committed(evidence: Evidence, facts: RunFacts) -> tuple[RoundPlan, Part]:
     return plan, plan.parts[evidence.part]
 
 
-def _maker(evidence: Evidence, plan: RoundPlan) -> int:
-    """Return the index of the member that has signed for this chunk under this plan.
+def _maker(evidence: Evidence, store: ResultStore) -> int:
+    """Return the index of the member that has signed for this result chunk under this plan.
 
     Raises ``WireError`` if nobody has."""
-    statement, chunk = PartStatement.of(evidence.verdict, evidence.part), evidence.chunk
-    made = evidence.verdict.makers[evidence.part] if statement is not None else None
+    plan, verdict, chunk = store.plan, evidence.verdict, evidence.chunk
+    chunks, digest = store.chunks_of(plan.parts[evidence.part]), verdict.digests[evidence.part]
+    assert digest is not None
+    own = chunk_digest(memoryview(evidence.result))
+    if not is_of(digest, len(chunks), chunk - chunks.start, [own], evidence.path):
+        raise WireError("the result chunk is not the committed one")
+    statement = PartStatement.of(verdict, evidence.part)
+    made = verdict.makers[evidence.part] if statement is not None else None
     if statement is None or made is None or made.member >= len(plan.members):
         raise WireError("nobody has signed for that part")
     maker = plan.members[made.member]
@@ -142,23 +179,78 @@ def _maker(evidence: Evidence, plan: RoundPlan) -> int:
     return made.member
 
 
-def _included(evidence: Evidence, store: ResultStore, part: Part) -> list[int]:
-    """Return the members that the chunk says it includes, if all of them are shown. Raises ``WireError``."""
-    chunks, digest = store.chunks_of(part), evidence.verdict.digests[evidence.part]
-    assert digest is not None
-    if evidence.chunk not in chunks:
-        raise WireError("the chunk is not of that part")
-    place, own = evidence.chunk - chunks.start, chunk_digest(memoryview(evidence.result))
-    if not is_of(digest, len(chunks), place, [own], evidence.path):
-        raise WireError("the result chunk is not the committed one")
-    if len(evidence.result) < store.group.header_bytes:
-        raise WireError("the result chunk has no header")
-    header = store.group.header(memoryview(evidence.result))
-    if not header.included or header.reduced_rows:
-        raise WireError("nobody, or whole rows, are in that mean: it cannot be made again")
-    if [one.member for one in evidence.contributions] != sorted(header.included):
+def _row_reducer(evidence: Evidence, store: ResultStore, subject: Subject, about: PlanStatement) -> int:
+    """Return the index of the row reducer that has signed this partial sum under this plan.
+
+    Raises ``WireError`` if it has not."""
+    group, row, plan = subject.group(store), subject.row, store.plan
+    assert row is not None
+    maker = plan.row_reducers(plan.parts[subject.part])[row]
+    if evidence.path or not is_signed(about, plan.members[maker], group, subject.chunk, subject.data):
+        raise WireError("the partial sum is not signed by its row reducer")
+    return maker
+
+
+def _shown(evidence: Evidence) -> Shown:
+    """Return what the evidence shows. Raises ``WireError`` if that is not in order, or something twice."""
+    members, rows = [one.member for one in evidence.contributions], [one.row for one in evidence.partial_sums]
+    if members != sorted(set(members)) or rows != sorted(set(rows)):
+        raise WireError("what the evidence shows is not in order")
+    return Shown(
+        {one.member: memoryview(one.data) for one in evidence.contributions},
+        {one.row: memoryview(one.data) for one in evidence.partial_sums},
+    )
+
+
+def fault_of(store: ResultStore, about: PlanStatement, subject: Subject, maker: int, shown: Shown) -> Fault | None:
+    """Return what is wrong with a subject, None if it is right. ``maker``: index of the plan. For a worker thread.
+
+    Raises ``WireError`` where not exactly that is shown which it says it includes: that proves nothing."""
+    plan, chunk, group, header = store.plan, subject.chunk, subject.group(store), subject.header(store)
+    if sorted(shown.contributions) != group.summed_directly(header):
         raise WireError("not all the contributions are shown that the chunk includes, or others")
-    return header.included
+    sums = [shown.partial_sums[row] for row in header.reduced_rows if row in shown.partial_sums]
+    if sorted(shown.partial_sums) != header.reduced_rows or (sums and name_of_sums(sums) != header.seal):
+        raise WireError("not all the partial sums are shown that the chunk includes, or others")
+    packed = {one: checked_contribution(store, chunk, one, data) for one, data in shown.contributions.items()}
+    # From here on: the maker has named these very partial sums, so it answers for having included them.
+    row_reducers = plan.row_reducers(plan.parts[subject.part])
+    for row, data in shown.partial_sums.items():
+        if not is_signed(about, plan.members[row_reducers[row]], group.row(row), chunk, data):
+            return Fault(f"chunk {chunk} includes a partial sum that its row reducer has not signed", _MOST_EXCESS)
+    again = reduce_again(store, group, chunk, header, packed, shown.partial_sums)
+    if again is None:
+        return Fault(f"chunk {chunk} includes a partial sum that no mean may include", _MOST_EXCESS)
+    start = group.bits_bytes if subject.row is None else group.header_bytes  # a signature is none of the sum
+    is_same = same_bytes(again[: group.bits_bytes], subject.data[: group.bits_bytes]) and same_bytes(
+        again[start:], subject.data[start:]
+    )
+    if is_same:
+        return None
+    excess = _excess(store, group, subject, maker, again)
+    reason = f"chunk {chunk} is not the mean of what it says it includes"
+    return Fault(
+        f"{reason}: it is off by {excess:.3g} times what its maker's own contribution could have moved it", excess
+    )
+
+
+def _excess(store: ResultStore, group: Group, subject: Subject, maker: int, again: memoryview) -> float:
+    """Return how far a wrong chunk is from the right one, relative to the maker's influence there."""
+    chunk, included = subject.chunk, subject.header(store).included
+    wrong, right = _values(store, group, chunk, subject.data), _values(store, group, chunk, again)
+    moved = float((wrong - right).double().norm())
+    allowed = store.norm_bounds.influence(maker, included, *store.bounds(chunk))
+    return min(moved / allowed, _MOST_EXCESS) if allowed else _MOST_EXCESS
+
+
+def _values(store: ResultStore, group: Group, chunk: int, result: memoryview) -> torch.Tensor:
+    """Return what members make of a result chunk, (n,) float32: zeros where it is void or does not decode."""
+    start, stop = store.bounds(chunk)
+    codec = store.codec_map.result(start, stop, len(group.members))
+    try:
+        return codec.decode(result[group.header_bytes :], stop - start)
+    except CodecError:
+        return torch.zeros(stop - start)
 
 
 def checked_contribution(store: ResultStore, chunk: int, member: int, data: memoryview) -> memoryview:
@@ -170,38 +262,48 @@ def checked_contribution(store: ResultStore, chunk: int, member: int, data: memo
 
 
 def reduce_again(
-    store: ResultStore, chunk: int, included: Sequence[int], contributions: Mapping[int, memoryview]
-) -> memoryview:
-    """Return the result chunk that these members' contributions give, each (leaves) packed. For a worker thread."""
+    store: ResultStore,
+    group: Group,
+    chunk: int,
+    header: ChunkHeader,
+    contributions: Mapping[int, memoryview],
+    partial_sums: Mapping[int, memoryview],
+) -> memoryview | None:
+    """Return the chunk that these contributions, each (leaves) packed, and partial sums give; None for sums that no
+    owner would include."""
     bounds = NormBounds(store.plan, store.codec_map, leeway=_LEEWAY)
-    reducer = PartReducer(store.codec_map, bounds, store.group, {chunk: store.bounds(chunk)}, (), store.buffers)
-    for member in store.group.members:
-        if member in included:
+    chunks = {chunk: store.bounds(chunk)}
+    reducer = PartReducer(store.codec_map, bounds, group, chunks, header.reduced_rows, store.buffers)
+    for member in group.members:
+        if member in contributions:
             reducer.offer(chunk, member, contributions[member])
         else:
             reducer.give_up(member)
+    for row, data in partial_sums.items():
+        reducer.offer_partial_sum(chunk, row, data)
     made = reducer.reduce(chunk)
-    assert isinstance(made, ReducedChunk), "no rows came as partial sums"
-    return made.result
+    return made.result if isinstance(made, ReducedChunk) else None
 
 
-def make_evidence(
-    verdict: Verdict, part: int, chunk: int, results: Sequence[memoryview], contributions: Mapping[int, memoryview]
-) -> bytes:
-    """Pack the evidence on a chunk. ``results``: all chunks of the part, in order; ``contributions``: chunks with their
-    paths, of all included members. For a worker thread. Raises ``WireError`` if it is too large."""
-    plan = verdict.plan
+def make_evidence(verdict: Verdict, subject: Subject, results: Sequence[memoryview], shown: Shown) -> bytes:
+    """Pack the evidence on a subject. ``results``: all chunks of its part, in order. For a worker thread.
+
+    Raises ``WireError`` if it is too large."""
+    plan, path = verdict.plan, b""
     assert plan is not None
-    place = chunk - plan.parts[part].start // plan.chunk_elements
-    tree = MerkleTree([chunk_digest(one) for one in results])
-    shown = [ShownContribution(member=one, data=bytes(contributions[one])) for one in sorted(contributions)]
+    if subject.row is None:
+        place = subject.chunk - plan.parts[subject.part].start // plan.chunk_elements
+        path = MerkleTree([chunk_digest(one) for one in results]).path(place, place + 1)
+    contributions, sums = sorted(shown.contributions.items()), sorted(shown.partial_sums.items())
     return pack_evidence(
         Evidence(
             verdict=verdict,
-            part=part,
-            chunk=chunk,
-            result=bytes(results[place]),
-            path=tree.path(place, place + 1),
-            contributions=tuple(shown),
+            part=subject.part,
+            chunk=subject.chunk,
+            row=subject.row,
+            result=bytes(subject.data),
+            path=path,
+            contributions=tuple(ShownContribution(member=one, data=bytes(data)) for one, data in contributions),
+            partial_sums=tuple(ShownPartialSum(row=one, data=bytes(data)) for one, data in sums),
         )
     )

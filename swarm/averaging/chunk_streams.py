@@ -21,6 +21,7 @@ from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, ShoalError, WireError
+from shoal.swarm.protocol.statements import PlanStatement
 from shoal.swarm.protocol.types import MAX_DELIVERIES, Blob, Delivery
 from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Endpoint
@@ -213,7 +214,8 @@ class ExchangeContext:
 
     ``was_away``: whether the coordinator was unreachable at some time since a moment of the loop's clock; then others
     may not have heard of this round, and without a verdict waiting for them costs nothing. ``sources``: what we offer.
-    ``prefetched``: streams that are open already."""
+    ``prefetched``: streams that are open already. ``plan_statement``: by which partial sums are signed; None before
+    there is a plan."""
 
     endpoint: Endpoint
     store: ResultStore
@@ -223,6 +225,7 @@ class ExchangeContext:
     sources: dict[Blob, ChunkSource]
     prefetched: dict[tuple[int, Blob, range], PrefetchedStream] = field(default_factory=dict)
     meters: MemberMeters = field(default_factory=MemberMeters)
+    plan_statement: PlanStatement | None = None
 
     @property
     def members(self) -> list[str]:

@@ -1,16 +1,18 @@
-"""Contributions that an owner's means include, kept as they came until the next round's verdict, and shown to auditors.
+"""Contributions and partial sums that a member's means include, kept as they came, and shown to auditors.
 
-They show that the means are right, so an owner keeps them whatever it costs: about as many bytes as its own encoded
-contribution has, on the disk when that is much.
+They show that the means are right, so an owner or row reducer keeps them until the next verdict but one, whatever it
+costs: about as many bytes as its own encoded contribution has, on the disk when that is much.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
 
 from shoal.swarm.aio import in_thread
+from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.spooled_chunks import SpooledChunks
 from shoal.swarm.errors import BlobUnavailable, Busy
@@ -22,36 +24,70 @@ _SLACK = 4
 """Factor on the streams that an auditor opens on average in a round, after which it is refused; at least so many."""
 
 
-def audits_a_round(share: float, members: int, chunks: int) -> float:
+def audits_a_round(share: float, members: int, chunks: int, rows: int = 1) -> float:
     """Return how many chunks a member audits in a round, on average.
 
     A round brings it about ``2 * (members - 1) / members * chunks`` packed chunks, contributions and results. An audit
-    brings ``members`` contributions to one chunk, and is to take ``share`` of that."""
-    return 2.0 * share * chunks * (members - 1) / members**2
+    of one chunk is to take ``share`` of that: it brings all members' contributions or, in a grid, those of a row and
+    the other rows' partial sums, and then those of a row to one of these."""
+    brought = members if rows == 1 else 2 * members / rows + rows - 1
+    return 2.0 * share * chunks * (members - 1) / members / brought
+
+
+def included_blob(store: ResultStore) -> Blob:
+    """Return the blob of what a member's means of a round include."""
+    return Blob(kind="included", number=store.plan.round)
+
+
+class Places:
+    """Places in the blob of what was reduced: to each chunk all members' contributions, row by row, and then, in a
+    grid, all rows' partial sums."""
+
+    def __init__(self, group: Group) -> None:
+        rows = len(group.rows) if len(group.rows) > 1 else 0
+        self._order = [member for row in group.rows for member in row]
+        self.a_chunk = len(self._order) + rows
+
+    @cached_property
+    def _place_of(self) -> dict[int, int]:
+        return {member: place for place, member in enumerate(self._order)}
+
+    def contribution(self, chunk: int, member: int) -> int:
+        return chunk * self.a_chunk + self._place_of[member]
+
+    def partial_sum(self, chunk: int, row: int) -> int:
+        return chunk * self.a_chunk + len(self._order) + row
 
 
 class Inclusions:
-    """Contributions' chunks that a member reduced in one round (a ``CountedSource`` once ``publish_as`` names it).
+    """What a member reduced in one round, as owner, stand-in and row reducer (a ``CountedSource``).
 
-    In the blob, chunk c of the round, of the plan's member m, has the index ``c * members + m``; it is empty where the
-    member did not deliver it here."""
+    What did not come here is empty."""
 
     def __init__(self, store: ResultStore, share: float, folder: Path | None = None) -> None:
         """``folder``: for the file, the machine's folder for temporary files by default."""
-        self.members = len(store.plan.members)
-        self.chunks = store.chunks * self.members
-        self.blob = Blob(kind="included", number=store.plan.round)
-        self._most_streams = _SLACK * max(1.0, audits_a_round(share, self.members, store.chunks))
+        self.places = Places(store.group)
+        self.chunks = store.chunks * self.places.a_chunk
+        self.blob = included_blob(store)
+        audits = audits_a_round(share, len(store.plan.members), store.chunks, len(store.group.rows))
+        self._most_streams = _SLACK * max(1.0, audits)
         self._streams: Counter[bytes] = Counter()
         self._reading: set[bytes] = set()
         self._kept = SpooledChunks(folder)
 
     def keep(self, chunk: int, member: int, data: memoryview) -> None:
         """Keep a contribution's chunk with its path. For a worker thread; never raises."""
+        self._keep(self.places.contribution(chunk, member), data)
+
+    def keep_partial_sum(self, chunk: int, row: int, data: memoryview) -> None:
+        """Keep a row's partial sum, with its signature. For a worker thread; never raises."""
+        self._keep(self.places.partial_sum(chunk, row), data)
+
+    def _keep(self, place: int, data: memoryview) -> None:
         try:
-            self._kept.put(chunk * self.members + member, data)
+            self._kept.put(place, data)
         except OSError as error:
-            log.warning("the contributions in our means cannot be kept, so nobody can audit them: %s", error)
+            log.warning("what our means include cannot be kept, so nobody can audit them: %s", error)
 
     def close(self) -> None:
         """Drop everything."""
@@ -76,5 +112,5 @@ class Inclusions:
         self._reading.discard(reader)
 
     async def chunk(self, index: int) -> memoryview:
-        """Return a contribution's chunk with its path, or nothing. Raises ``BlobUnavailable`` once it is dropped."""
+        """Return what was kept at that place, or nothing. Raises ``BlobUnavailable`` once it is dropped."""
         return await in_thread(self._kept.get, index)

@@ -30,7 +30,7 @@ class NormBounds:
     """Bounds on squared norms of values ``start <= i < stop``, any number of chunks, in one plan."""
 
     def __init__(self, plan: RoundPlan, codec_map: CodecMap, leeway: float = 1.0) -> None:
-        """``leeway``: factor on the squares that contributions may have."""
+        """``leeway``: factor on the squares that contributions and partial sums may have."""
         elements = plan.parts[-1].stop
         self._elements = elements
         self._codec_map = codec_map
@@ -53,7 +53,7 @@ class NormBounds:
 
     def partial_sum(self, included: Sequence[int], start: int, stop: int) -> float:
         """Bound on a row's mean of these members as its row reducer encodes it."""
-        return self._mean(included, start, stop, 1, 1)
+        return self._mean(included, start, stop, 1, 1) * self._leeway
 
     def mean(self, included: Sequence[int], start: int, stop: int, *, with_partial_sums: bool) -> float:
         """Bound on a mean of these members as its owner encodes it. ``with_partial_sums``: some came as partial sums,

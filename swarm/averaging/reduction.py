@@ -25,8 +25,9 @@ from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.chunk_streams import ExchangeContext, StreamRequest
 from shoal.swarm.averaging.inclusions import Inclusions
 from shoal.swarm.averaging.norm_bounds import NormBounds
+from shoal.swarm.averaging.partial_sums import is_signed, name_of_sums
 from shoal.swarm.averaging.straggler_guard import StragglerGuard
-from shoal.swarm.errors import ShoalError
+from shoal.swarm.errors import ShoalError, WireError
 from shoal.swarm.transport.link import CREDIT
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,6 @@ class PartReducer:
         self._bounds = chunks
         self._start = min(start for start, _ in chunks.values())
         self._squares = dict.fromkeys(group.members, 0.0)  # what each member has used up of its claim so far
-        self._row_of = {member: row for row, members in enumerate(group.rows) for member in members}
         self._rows = [group.row(row) for row in range(len(group.rows))]
         self._direct_from = [max(chunks) + 1 if row in reduced_rows else min(chunks) for row in range(len(group.rows))]
         self._next_partial_sum = [min(chunks)] * len(group.rows)
@@ -104,7 +104,7 @@ class PartReducer:
         state = self._chunks[chunk]
         if member not in state.arrived and member not in state.missing:
             state.arrived[member] = packed
-            state.open[self._row_of[member]] -= 1
+            state.open[self.group.row_of[member]] -= 1
 
     def offer_partial_sum(self, chunk: int, row: int, packed: memoryview) -> None:
         """Take a row's partial sum, in the order of chunks; ignored once the row comes member by member."""
@@ -117,7 +117,7 @@ class PartReducer:
         for state in list(self._chunks.values()):  # a worker thread may reduce and remove one meanwhile
             if member not in state.arrived and member not in state.missing:
                 state.missing.add(member)
-                state.open[self._row_of[member]] -= 1
+                state.open[self.group.row_of[member]] -= 1
 
     def sum_directly(self, row: int, first: int | None = None) -> range:
         """Take this row member by member from chunk ``first``, or from the first without a partial sum. Returns the
@@ -160,7 +160,8 @@ class PartReducer:
         del self._chunks[chunk]
         for member, square in squares.items():
             self._squares[member] += square
-        return self._encode(mean, ChunkHeader(included, reduced_rows), (start, stop))
+        seal = name_of_sums([state.partial_sums[row] for row in reduced_rows]) if reduced_rows else b""
+        return self._encode(mean, ChunkHeader(included, reduced_rows, seal), (start, stop))
 
     def _encode(self, mean: WeightedMean | RobustMean, header: ChunkHeader, bounds: tuple[int, int]) -> ReducedChunk:
         group, void = self.group, ReducedChunk(memoryview(self.group.pack_header(ChunkHeader())), [], None)
@@ -285,10 +286,20 @@ class ChunkCollector:
         self._changes.announce()
 
     async def _fetch_partial_sums(self, row: int, row_reducer: int) -> None:
-        request = self._context.partial_sums(self.reducer.group.row(row))
+        group, inclusions = self.reducer.group.row(row), self._inclusions
+        request, member = self._context.partial_sums(group), self._context.store.plan.members[row_reducer]
+        plan = self._context.plan_statement
+        assert plan is not None, "partial sums come after the plan"
 
-        async def offer(chunk: int, packed: memoryview) -> None:
-            self.reducer.offer_partial_sum(chunk, row, packed)
+        def take(chunk: int, data: memoryview) -> None:
+            if not is_signed(plan, member, group, chunk, data):
+                raise WireError(f"its partial sum of chunk {chunk} is not signed by it")
+            if inclusions is not None:
+                inclusions.keep_partial_sum(chunk, row, data)
+
+        async def offer(chunk: int, data: memoryview) -> None:
+            await in_thread(take, chunk, data)
+            self.reducer.offer_partial_sum(chunk, row, data)
 
         try:
             await self._fetch(row_reducer, request, self._chunks, offer)

@@ -306,7 +306,7 @@ class ResultStore(ChunkStore):
 
     def left_out(self) -> set[int]:
         """Return the members that the header of some chunk here does not include."""
-        headers = {bytes(result[: self.group.header_bytes]) for result in self._held if result is not None}
+        headers = {bytes(result[: self.group.bits_bytes]) for result in self._held if result is not None}
         members = set(self.group.members)
         return {one for header in headers for one in members - set(self.group.header(memoryview(header)).included)}
 

@@ -38,7 +38,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
-from shoal.swarm.protocol.statements import ContributionStatement, PartStatement, RoundName, check_plan
+from shoal.swarm.protocol.statements import RoundName, Statement, check_plan
 from shoal.swarm.protocol.types import (
     MAX_TROUBLE,
     Address,
@@ -402,7 +402,7 @@ class CoordinatorClient:
         """Name of a round of this scope in what is signed about it."""
         return RoundName(self.invite.run_hash, self.scope - 1 if self.scope else None, number)
 
-    def sign(self, statement: ContributionStatement | PartStatement) -> bytes:
+    def sign(self, statement: Statement) -> bytes:
         """Sign a statement with this member's identity key."""
         return self._identity.sign(statement.bytes_to_sign())
 

@@ -1,12 +1,15 @@
-"""Evidence on a chunk of a committed mean, which anybody can check who knows the run file and the host's key.
+"""Evidence on a chunk of a mean or on a partial sum, which anybody can check who knows the run file and host's key.
 
 It holds all that a judge needs (``averaging/chunk_judge.py``): the verdict, signed by the host, with the plan in it and
-the digest of the part's result; the maker's signature of that digest; the result chunk with its path to the digest; and
-of each member that the chunk includes the contribution's chunk with its path to the root in the plan.
+the digest of the part's result; the maker's signature of that digest; the result chunk with its path to the digest; of
+each member that was summed directly the contribution's chunk with its path to the root in the plan; and of each row
+that was not, the partial sum that its row reducer has signed. Evidence on such a partial sum has it in the place of the
+result chunk, and no path.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Annotated, Any
 
@@ -39,39 +42,53 @@ class ShownContribution(Record):
     data: Annotated[bytes, Field(max_length=_MAX_CHUNK_BYTES, repr=False)]
 
 
+class ShownPartialSum(Record):
+    """A row's partial sum of a chunk, with its row reducer's signature."""
+
+    row: Index
+    data: Annotated[bytes, Field(max_length=_MAX_CHUNK_BYTES, repr=False)]
+
+
 class Evidence(Record):
-    """Evidence on one result chunk. ``part``: its index in the plan; ``chunk``: index in the round; ``path``: from the
-    chunk to the part's digest in the verdict; ``contributions``: in the plan's order of members."""
+    """Evidence on one result chunk, or on a row's partial sum. ``part``: its index in the plan; ``chunk``: index in the
+    round; ``row``: None for a result chunk; ``path``: from that to the part's digest in the verdict;
+    ``contributions``: in the plan's order of members; ``partial_sums``: in the order of rows."""
 
     verdict: Verdict
     part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
     chunk: Count
+    row: Index | None
     result: Annotated[bytes, Field(max_length=_MAX_CHUNK_BYTES, repr=False)]
     path: Annotated[bytes, Field(max_length=_MAX_PATH_BYTES, repr=False)]
     contributions: Annotated[tuple[ShownContribution, ...], Field(max_length=MAX_MEMBERS)]
+    partial_sums: Annotated[tuple[ShownPartialSum, ...], Field(max_length=MAX_MEMBERS)] = ()
 
 
 class _Head(Record):
-    """All of evidence but its chunks. ``result_bytes``: size of the result chunk; ``contributions``: members, and the
-    sizes of what is shown of them."""
+    """All of evidence but its chunks. ``result_bytes``: size of the result chunk; ``contributions``,
+    ``partial_sums``: members, or rows, and the sizes of what is shown of them."""
 
     verdict: Verdict
     part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
     chunk: Count
+    row: Index | None
     path: Annotated[bytes, Field(max_length=_MAX_PATH_BYTES)]
     result_bytes: Count
     contributions: Annotated[tuple[tuple[Index, Count], ...], Field(max_length=MAX_MEMBERS)]
+    partial_sums: Annotated[tuple[tuple[Index, Count], ...], Field(max_length=MAX_MEMBERS)]
 
 
 def pack_evidence(evidence: Evidence) -> bytes:
-    """Encode evidence: size of the head, the head as msgpack, the result chunk, and the contributions' chunks.
+    """Encode evidence: size of the head, the head as msgpack, the result chunk, contributions' chunks, partial sums.
 
     Equal evidence has equal bytes. Raises ``WireError`` if it is too large."""
-    contributions, fields = evidence.contributions, evidence.model_dump(exclude={"result", "contributions"})
+    fields = evidence.model_dump(exclude={"result", "contributions", "partial_sums"})
     fields["result_bytes"] = len(evidence.result)
-    fields["contributions"] = [(one.member, len(one.data)) for one in contributions]
+    fields["contributions"] = [(one.member, len(one.data)) for one in evidence.contributions]
+    fields["partial_sums"] = [(one.row, len(one.data)) for one in evidence.partial_sums]
     head: bytes = msgpack.packb(fields)
-    data = b"".join([_HEAD_BYTES.pack(len(head)), head, evidence.result, *(one.data for one in contributions)])
+    shown = [*(one.data for one in evidence.contributions), *(one.data for one in evidence.partial_sums)]
+    data = b"".join([_HEAD_BYTES.pack(len(head)), head, evidence.result, *shown])
     if len(head) > _MAX_HEAD_BYTES or len(data) > MAX_EVIDENCE_BYTES:
         raise WireError(f"evidence of {len(data)} bytes is too large: at most {MAX_EVIDENCE_BYTES}")
     return data
@@ -95,18 +112,25 @@ def unpack_evidence(data: bytes) -> Evidence:
             max_ext_len=0,
         )
         head = _Head.model_validate(fields)
-        result, at = data[at : at + head.result_bytes], at + head.result_bytes
-        shown = []
-        for member, size_bytes in head.contributions:
-            shown.append(ShownContribution(member=member, data=data[at : at + size_bytes]))
-            at += size_bytes
+        sizes = [head.result_bytes, *(size for _, size in (*head.contributions, *head.partial_sums))]
+        edges = list(itertools.accumulate(sizes, initial=at))
+        result, *shown = [data[start:stop] for start, stop in itertools.pairwise(edges)]
+        members = len(head.contributions)
         evidence = Evidence(
             verdict=head.verdict,
             part=head.part,
             chunk=head.chunk,
+            row=head.row,
             result=result,
             path=head.path,
-            contributions=tuple(shown),
+            contributions=tuple(
+                ShownContribution(member=one, data=its)
+                for (one, _), its in zip(head.contributions, shown[:members], strict=True)
+            ),
+            partial_sums=tuple(
+                ShownPartialSum(row=one, data=its)
+                for (one, _), its in zip(head.partial_sums, shown[members:], strict=True)
+            ),
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"not evidence: {type(error).__name__}") from error

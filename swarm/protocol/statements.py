@@ -1,15 +1,17 @@
 """Statements of members and host about a round, in the bytes that they sign.
 
 A contributor signs what it brings, before the round has a plan; the host signs the plan, which has these signatures in
-it; who reduces a part signs its result under that plan. Each statement is rebuilt from the plan or the verdict that its
-signature stands in, so everybody who has one of these can check it, whoever keeps it.
+it; who reduces a part signs its result under that plan, and a row reducer each of its partial sums. Each statement is
+rebuilt from the plan or the verdict that its signature stands in, or that of a partial sum from the partial sum, so
+everybody who has one of these can check it, whoever keeps it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgpack
 
@@ -22,9 +24,16 @@ from shoal.swarm.protocol.types import Certificate
 _CONTRIBUTION = b"shoal contribution, version 1\0"
 _PLAN = b"shoal round plan, version 1\0"
 _PART = b"shoal reduced part, version 1\0"
+_PARTIAL_SUM = b"shoal reduced row, version 1\0"
 
 ChunkRanges = tuple[tuple[int, int], ...]
 """Ranges of chunks, each as start and stop, of the round's chunks by index."""
+
+
+class Statement(Protocol):
+    """What somebody signs."""
+
+    def bytes_to_sign(self) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,33 @@ class PartStatement:
         if maker is None or verdict.plan is None or (digest := verdict.digests[part]) is None:
             return None
         return cls(name_of(verdict), plan_digest(verdict.plan), part, digest, maker.chunks)
+
+
+@dataclass(frozen=True)
+class PartialSumStatement:
+    """A row reducer's statement that it has reduced its row's contributions to a chunk by this plan.
+
+    ``plan``: as in ``PartStatement``; ``chunk``: index in the round; ``digest``: of the partial sum, which names the
+    members that are in it (``averaging/partial_sums.py``)."""
+
+    name: RoundName
+    plan: bytes
+    row: int
+    chunk: int
+    digest: bytes
+
+    def bytes_to_sign(self) -> bytes:
+        return _packed(_PARTIAL_SUM, *self.name.fields, self.plan, self.row, self.chunk, self.digest)
+
+
+@dataclass(frozen=True)
+class PlanSigner:
+    """Signatures of a member under one plan. ``plan``: the host's statement of it; ``sign``: by the member's identity
+    key."""
+
+    peer: str
+    plan: PlanStatement
+    sign: Callable[[Statement], bytes]
 
 
 def plan_digest(plan: RoundPlan) -> bytes:

@@ -421,7 +421,7 @@ class Blob(Record):
     ``contribution``: of the member to a round; ``committed``: the same by leaf, after the round, for validators;
     ``partial``: a row reducer's means of its row, for the owners;
     ``result``: means of a round, each as soon as it is held here; ``held``: the means held now, empty for the others;
-    ``included``: the contributions in the means that the member made (``averaging/inclusions.py``); ``state``: anchor
+    ``included``: what went into means and partial sums made there (``averaging/inclusions.py``); ``state``: anchor
     and outer optimizer state of an anchor version; ``state_lossless``: the same, compressed; ``state_digests``: digests
     of its chunks; ``anchor_bfloat16`` and its digests: the rounded anchor; ``probe``: random bytes to measure a link;
     ``activation`` and ``gradient``: a tensor offered for a micro-batch; ``returned``: the gradient that a member got

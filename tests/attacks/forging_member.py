@@ -3,31 +3,24 @@
 ``honest``: with evidence that shows the owner's mean to be right; ``forged``: with other contributions in it."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from shoal.peer.cli.main import main
 from shoal.swarm.averaging import auditor
-from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.chunk_judge import Fault, Shown, Subject
 from shoal.swarm.protocol.rounds import Verdict
 
 
 def accuse(kind: str) -> None:
     real = auditor.make_evidence
 
-    def never_equal(
-        store: ResultStore, chunk: int, included: Sequence[int], packed: Mapping[int, memoryview]
-    ) -> memoryview:
-        return memoryview(b"something else")
-
-    def make(
-        verdict: Verdict, part: int, chunk: int, results: Sequence[memoryview], shown: Mapping[int, memoryview]
-    ) -> bytes:
-        shown = {member: memoryview(bytearray(data)) for member, data in shown.items()}
+    def make(verdict: Verdict, subject: Subject, results: Sequence[memoryview], shown: Shown) -> bytes:
+        changed = {member: memoryview(bytearray(data)) for member, data in shown.contributions.items()}
         if kind == "forged":
-            shown[min(shown)][0] ^= 1
-        return real(verdict, part, chunk, results, shown)
+            changed[min(changed)][0] ^= 1
+        return real(verdict, subject, results, Shown(changed, shown.partial_sums))
 
-    auditor.reduce_again, auditor.make_evidence = never_equal, make
+    auditor.fault_of, auditor.make_evidence = lambda *_: Fault("nothing", 0.0), make  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from tests.fakes.claims import claiming, honest
 from tests.fakes.codec_maps import get_codec_map
+from tests.fakes.grids import IDENTITIES
 from tests.fakes.means import weighted
 from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
@@ -20,9 +21,12 @@ from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.results import HeldResults, ResultStore, RoundMean
 from shoal.swarm.averaging.round_feedback import settle
 from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.statements import PlanSigner, PlanStatement, RoundName, Statement, plan_digest
 
 PATIENCE_S = 6.0
+RUN_HASH = b"r" * 32
 
 
 @dataclass
@@ -53,9 +57,11 @@ def make_sides(
     was_away: Callable[[float], bool] = lambda since_s: False,
     scale: float = 1.0,
     brought_by: Mapping[int, Tensor] | None = None,
+    identities: Sequence[Identity] = IDENTITIES,
+    run_hash: bytes = RUN_HASH,
 ) -> list[Side]:
     """``plan``: members that claim nothing in it claim what they bring, which is about ``scale`` large, or as
-    ``brought_by`` says."""
+    ``brought_by`` says. ``identities``: theirs, for what they sign."""
     elements, sides = plan.parts[-1].stop, []
     draws = [torch.Generator().manual_seed(100 * plan.round + index) for index in range(len(plan.members))]
     contributions = [torch.randn(elements, generator=draw) * scale for draw in draws]
@@ -75,13 +81,19 @@ def make_sides(
     ]
     members = [member.model_copy(update={"root": one.root}) for member, one in zip(plan.members, encoded, strict=True)]
     plan = plan.model_copy(update={"members": tuple(members)})
-    for member, feedback, contribution, brought in zip(members, feedbacks, encoded, contributions, strict=True):
+    about = PlanStatement(RoundName(run_hash, None, plan.round), plan_digest(plan))
+    for number, (member, feedback, contribution) in enumerate(zip(members, feedbacks, encoded, strict=True)):
         store = ResultStore(plan, get_codec_map(codec))
         endpoint = network.endpoints.get(member.peer) or network.endpoint(member.peer)
         endpoint.publish(store.blob, store)
         endpoint.publish(store.held, HeldResults(store))
-        exchange = AllReduce(endpoint, store, member.peer, feedback, contribution, Deadlines(PATIENCE_S), was_away)
-        sides.append(Side(store, feedback, exchange, brought))
+
+        def sign(statement: Statement, by: Identity = identities[number]) -> bytes:
+            return by.sign(statement.bytes_to_sign())
+
+        signer = PlanSigner(member.peer, about, sign)
+        exchange = AllReduce(endpoint, store, signer, feedback, contribution, Deadlines(PATIENCE_S), was_away)
+        sides.append(Side(store, feedback, exchange, contributions[number]))
     return sides
 
 

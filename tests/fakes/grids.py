@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 
+from tests.fakes.memory_coordinator import identity
+
 from shoal.compression.codec_map import CodecMap
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.coordinator.round_plan import chunk_elements, plan_grid
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 
-PEERS = [f"{chr(97 + index)}" * 16 for index in range(26)]
+IDENTITIES = sorted((identity(number) for number in range(1, 27)), key=lambda one: one.peer_id)
+PEERS = [one.peer_id for one in IDENTITIES]
 
 
 def plan_of(
@@ -25,7 +28,12 @@ def plan_of(
     columns, parts = plan_grid(rows, [None] * members, can_own or [True] * members, elements, chunk)
     row_of = {member: row for row, those in enumerate(rows) for member in those}
     named = [
-        PlanMember(peer=PEERS[member], weight_tokens=weight, row=row_of[member])
+        PlanMember(
+            peer=PEERS[member],
+            identity_key=IDENTITIES[member].public_key,
+            weight_tokens=weight,
+            row=row_of[member],
+        )
         for member, weight in enumerate(weights)
     ]
     return RoundPlan(

@@ -30,8 +30,11 @@ def test_headers_of_rows_name_members_of_the_plan(group: Group, data: st.DataObj
     row = group.row(number)
     assert row.members == list(group.rows[number])
     included = sorted(data.draw(st.sets(st.sampled_from(row.members))))
-    assert row.header(memoryview(row.pack_header(ChunkHeader(included)))) == ChunkHeader(included)
-    assert row.header_bytes == (len(row.members) + 7) // 8
+    signature = bytes(range(64))
+    signed = ChunkHeader(included, [], signature)
+    assert row.header(memoryview(row.pack_header(signed) + b"\xff")) == signed
+    assert row.header(memoryview(row.pack_header(ChunkHeader(included)))).seal == bytes(64)
+    assert (row.bits_bytes, row.header_bytes) == ((len(row.members) + 7) // 8, (len(row.members) + 7) // 8 + 64)
 
 
 def test_a_flat_header_has_a_bit_a_member_and_those_of_nobody_are_ignored() -> None:

@@ -94,7 +94,7 @@ def test_a_mean_that_does_not_decode_is_void_to_the_judge_as_to_members() -> Non
     plan = RIGHT.verdict.plan
     assert plan is not None
     store = ResultStore(plan, get_codec_map("float32"))
-    assert not _values(store, CHUNK, memoryview(b"\x07" + np.full(4096, np.nan, "<f4").tobytes())).any()
+    assert not _values(store, store.group, CHUNK, memoryview(b"\x07" + np.full(4096, np.nan, "<f4").tobytes())).any()
 
 
 def test_who_claims_nothing_may_move_nothing() -> None:

@@ -303,8 +303,14 @@ def test_a_row_reducers_partial_above_the_bound_is_not_used() -> None:
         part = plan.parts[0]
         row_reducer = next(one for one in plan.row_reducers(part) if one != part.owner)
         row = Group.of(plan).row(plan.members[row_reducer].row)
-        network.faults.append(changed("partial", PEERS[row_reducer], enlarged(row, get_codec("float32"), 1e6)))
         sides = make_sides(network, plan)
+        exchange, enlarge = sides[row_reducer].exchange, enlarged(row, get_codec("float32"), 1e6)
+        put = exchange.as_row_reducer.put  # which signs it
+
+        async def put_enlarged(chunk: int, data: memoryview) -> None:
+            await put(chunk, memoryview(bytearray(enlarge(bytes(data)))))
+
+        exchange.as_row_reducer.put = put_enlarged
         await run_all(sides)
         mean = RoundMean(sides[0].store).whole()
         outcome = sides[part.owner].outcome
