@@ -43,8 +43,9 @@ class SessionOptions:
 
     ``identity``: file of its key pair, made if missing; ``state``: folder of everything that it keeps; ``name``: shown
     to other members, by default the host name; ``bind``: host and port to listen on, data on the next port, 0 for any
-    free ones; ``advertise``: host and port that other members connect to, by default the address that the coordinator
-    sees; ``role``: ``trainer`` trains and reduces parts of the mean, ``contributor`` only trains, ``validator``
+    free ones; ``maps_ports``: whether to ask the router to forward them, if nobody can connect otherwise;
+    ``advertise``: host and port that other members connect to, by default the address that the coordinator sees;
+    ``role``: ``trainer`` trains and reduces parts of the mean, ``contributor`` only trains, ``validator``
     scores the others, ``follower`` only follows; ``checkpoints``: which are kept, None for none; ``copy_to``: where
     checkpoints are copied to;
     ``start_from``: folder of the checkpoint that the run starts from, if this machine has it; ``data``: folders below
@@ -56,6 +57,7 @@ class SessionOptions:
     state: Path = SHOAL_HOME / "runs"
     name: str = ""
     bind: tuple[str, int] = ("0.0.0.0", 0)
+    maps_ports: bool = True
     advertise: tuple[str, int] = ("", 0)
     role: Role = "trainer"
     checkpoints: Retention | None = field(default_factory=Retention)

@@ -103,6 +103,12 @@ RESUME_AT = "--resume-at"
 """Option of a process that goes on for one that has paused."""
 
 LogJson = Annotated[Path | None, typer.Option(help="Append events to this file, one JSON object a line.")]
+PortMapping = Annotated[
+    bool,
+    typer.Option(
+        "--port-mapping/--no-port-mapping", help="Ask the router to forward ports (PCP, NAT-PMP, UPnP) if it is needed."
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")]
 
 
@@ -226,6 +232,7 @@ def join_command(
     name: Annotated[str, typer.Option(help="Name of this machine in the run; by default its host name.")] = "",
     bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; data uses the port after it.")] = "0.0.0.0",
     advertise: Annotated[str, typer.Option(help="HOST[:PORT] where other peers reach this one.")] = "",
+    port_mapping: PortMapping = True,
     role: Annotated[
         JoinRole,
         typer.Option(help="full; contribute-only: reduce nothing; validator: score work; observe: only follow."),
@@ -305,6 +312,7 @@ def join_command(
             state=state,
             name=name,
             bind=bind_to,
+            maps_ports=port_mapping,
             advertise=reached_at,
             role=_ROLES[role],
             checkpoints=retention,

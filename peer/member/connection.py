@@ -22,6 +22,7 @@ from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.client.bandwidth_probe import witnesses
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import Diverged, StateFileError, UserError
+from shoal.swarm.protocol.addresses import reach_of
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile
@@ -49,7 +50,14 @@ class RunConnection:
         self._advertised = _address_of(*options.advertise)
         self.peer = self._identity.peer_id
         self.network = NetworkThread(
-            lambda: Memberships.open(self.invite, self._identity, options.bind, self._introduction, options.limits)
+            lambda: Memberships.open(
+                self.invite,
+                self._identity,
+                options.bind,
+                self._introduction,
+                options.limits,
+                maps_ports=self._may_map_ports(),
+            )
         )
         self.members: Memberships = self.network.start()
         self._stores: dict[Path, CheckpointStore] = {}
@@ -69,6 +77,11 @@ class RunConnection:
             self.network.stop()
             raise
         self.emit("joined", run=self.invite.run, peer=self.peer, reachable=client.reachable)
+
+    def _may_map_ports(self) -> bool:
+        """Return whether to ask the router for ports: not where others are told another address, or on loopback."""
+        host, _ = self.options.bind
+        return self.options.maps_ports and not self._advertised and reach_of(host) != "machine"
 
     def _run_start(self) -> RunStart | None:
         """Return the checkpoint that the run starts from, if any; offer it to other peers if its files are here.

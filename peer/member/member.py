@@ -39,6 +39,7 @@ from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.client.mapped_ports import keep_mapped
 from shoal.swarm.client.meeting_probe import keep_meeting
 from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted
 from shoal.swarm.protocol.identity import CurveKeys, Identity
@@ -66,6 +67,7 @@ from shoal.swarm.protocol.types import (
 from shoal.swarm.protocol.work_scores import WorkScore
 from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
+from shoal.swarm.transport.port_mapping import PortMapper
 from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 log = logging.getLogger(__name__)
@@ -166,11 +168,14 @@ class LocalMember:
         bind: tuple[str, int],
         describe: Callable[[], MemberInfo],
         limits: TrafficLimits | None = None,
+        *,
+        maps_ports: bool = False,
     ) -> AsyncIterator[LocalMember]:
         """Listen at ``bind``, join the run and send heartbeats; leave the run when the context ends.
 
-        ``describe``: returns what other members see of this one; ``limits``: on this process's traffic. Raises the
-        errors of ``CoordinatorClient.join``.
+        ``describe``: returns what other members see of this one; ``limits``: on this process's traffic; ``maps_ports``:
+        whether to ask the router to forward the ports, if nobody can connect otherwise. Raises the errors of
+        ``CoordinatorClient.join``.
         """
         keys = CurveKeys.fresh()
         client: CoordinatorClient | None = None
@@ -187,6 +192,9 @@ class LocalMember:
                 probing = probe_link(client, member.endpoint, member._probed)
                 meeting = keep_meeting(client, member.endpoint, member.request_heartbeat)
                 member._background += [member._tasks.create_task(one) for one in (probing, meeting)]
+                if maps_ports:
+                    mapper = PortMapper((node.control_port, node.data_port))
+                    member._background.append(member._tasks.create_task(keep_mapped(client, mapper)))
                 yield member
 
     @classmethod

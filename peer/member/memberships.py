@@ -46,9 +46,12 @@ class Memberships:
         bind: tuple[str, int],
         describe: Callable[[], MemberInfo],
         limits: TrafficLimits | None = None,
+        *,
+        maps_ports: bool = False,
     ) -> AsyncIterator[Memberships]:
         """Bind and join the run as ``LocalMember.open`` does; at the end leave all stages, then the run."""
-        async with LocalMember.open(invite, identity, bind, describe, limits) as run, task_scope() as tasks:
+        opened = LocalMember.open(invite, identity, bind, describe, limits, maps_ports=maps_ports)
+        async with opened as run, task_scope() as tasks:
             members = cls(run, tasks)
             try:
                 yield members

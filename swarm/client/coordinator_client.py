@@ -24,6 +24,7 @@ from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
     EVIDENCE_PIECE_BYTES,
     Acknowledged,
+    CoordinatorToPeerAddresses,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerReceipt,
     CoordinatorToPeerRun,
@@ -33,6 +34,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
+    PeerToCoordinatorShowAddresses,
     PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
 )
@@ -268,6 +270,8 @@ class CoordinatorClient:
         self._run: PublishedRun | None = None
         self.reachable, self.unreachable = False, ""
         """Whether others can dial this peer, and if not, why."""
+        self.mapped: Address | None = None
+        """Where a router forwards this member's ports to it; its next join names that, too."""
         self.coordinator_is_away = False
         self._away_s = -math.inf
         self.farewell: tuple[LeaveReason, str] = ("done", "")
@@ -308,14 +312,13 @@ class CoordinatorClient:
         Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``RunChanged``, ``ProtocolMismatch``, ``RunEnded``, …"""
         if self._run is None:
             self._run = await fetch_run(self._connector, self.invite)
-        control, data = self.me.ports or (self.node.control_port, self.node.data_port)
         ask = PeerToCoordinatorJoinRun(
             run=self.invite.run,
             certificate=self._certificate,
             name=self.me.name,
             role=self.me.role,
             device=self.me.device,
-            addresses=(Address(host=self.me.host, control_port=control, data_port=data),),
+            addresses=self._addresses(),
             token=b"" if self.scope else self.invite.token,
         )
         answer = await self._connector.request_anywhere(
@@ -330,6 +333,17 @@ class CoordinatorClient:
         self._roster_version = 0  # a version that no run has, so the next view brings the roster
         self.joins += 1
         self._apply_view(answer.view)
+
+    def _addresses(self) -> tuple[Address, ...]:
+        """The ways in which others reach this member, the preferred one first."""
+        control, data = self.me.ports or (self.node.control_port, self.node.data_port)
+        own = Address(host=self.me.host, control_port=control, data_port=data)
+        return (self.mapped, own) if self.mapped is not None else (own,)
+
+    async def show_addresses(self) -> None:
+        """Tell the coordinator how this member is reached from now on. Raises like ``ask``."""
+        shown = PeerToCoordinatorShowAddresses(addresses=self._addresses())
+        self.reachable = (await self.ask(shown, CoordinatorToPeerAddresses)).reachable
 
     async def rejoin(self) -> None:
         """Leave and join again, also after the coordinator's absence. Raises like ``join``."""
