@@ -56,6 +56,12 @@ class InviteFor(StrEnum):
     observer = "observer"
 
 
+def default_uses(role: InviteFor) -> int:
+    """Return how many machines may join by an invite of which the host says nothing else: a validator is believed, so
+    its invite is for one machine."""
+    return 1 if role is InviteFor.validator else 0
+
+
 @invites.command("create")
 def create_command(
     run: RunArgument,
@@ -63,7 +69,12 @@ def create_command(
         InviteFor,
         typer.Option(help="trainer; contributor: reduces nothing; validator: scores work; observer: only follows."),
     ] = InviteFor.trainer,
-    uses: Annotated[int, typer.Option(min=0, max=4096, help="Machines that may join by it; 0: any number.")] = 0,
+    uses: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=4096, help="Machines that may join by it; 0: any number. Default: 0, for validators 1."
+        ),
+    ] = None,
     expires: Annotated[str, typer.Option(metavar="7d", help="How long newcomers may use it: 30m, 12h, 7d.")] = "",
     note: Note = "",
     out: Annotated[
@@ -91,7 +102,7 @@ def create_command(
     made = ask_host(
         folder,
         identity,
-        CreateInvite(role=role.value, uses=uses, for_s=for_s, note=_note(note)),
+        CreateInvite(role=role.value, uses=default_uses(role) if uses is None else uses, for_s=for_s, note=_note(note)),
         CoordinatorToHostInvite,
     )
     invite = replace(printed, token=made.token)

@@ -75,6 +75,12 @@ class PipelinePeer:
         self._next_check_s = 0.0
         self._reporting: Future[None] | None = None
         self._last_warning = ""
+        if connection.options.role == "validator":
+            raise UserError(
+                "the run has a [pipeline], and nobody scores work there: a validator would need all stages' states and "
+                "whole contributions, which members do not show. Its stages compute each other's work again instead "
+                "([audit] share): join it with --role full or contribute-only"
+            )
         if connection.options.role not in ("trainer", "contributor"):
             raise UserError(
                 "the run has a [pipeline], whose members all hold stages: join it with --role full or contribute-only"

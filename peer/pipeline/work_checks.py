@@ -12,7 +12,7 @@ import hashlib
 import logging
 import random
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
@@ -256,6 +256,8 @@ class WorkChecker:
         against = {peer for peer, one in known.items() if one.activation != activation}
         if not against and gradient in {one.gradient for one in known.values()}:
             return "given"
+        here = self._node.processes().keys()
+        self._contradictors = {peer: by for peer, by in self._contradictors.items() if peer in here}
         contradictors = self._contradictors.setdefault(fetch.peer, set())
         contradictors |= against or known.keys()
         if len(contradictors) > 1:
@@ -299,7 +301,8 @@ def _request(
 class WorkRepeater:
     """Answers to other peers' checks. ``queue``: hands a task to the training thread.
 
-    Others cost this peer no more than four times the share of its own work, and four micro-batches a round."""
+    Others cost this peer no more than four times the share of its own work, and four micro-batches a round; each of
+    them at most twice its part of that, so that none uses it up."""
 
     def __init__(self, context: CheckContext, exchanges: ExchangeLog, queue: Callable[[RepeatTask], None]) -> None:
         self._context = context
@@ -307,7 +310,9 @@ class WorkRepeater:
         self._queue = queue
         self._node = context.members.run.node
         self._round = -1
-        self._forwards = self._repeated = self._running = 0
+        self._forwards = self._running = 0
+        self._repeated = Counter[str]()
+        """Micro-batches that were computed again in this round, by who asked."""
         self._is_open = False
 
     def open(self) -> None:
@@ -321,7 +326,8 @@ class WorkRepeater:
 
     def round_opened(self, number: int) -> None:
         if number != self._round:
-            self._round, self._forwards, self._repeated = number, 0, 0
+            self._round, self._forwards = number, 0
+            self._repeated.clear()
 
     def note_forward(self) -> None:
         """Count a micro-batch of this peer's own work."""
@@ -336,7 +342,7 @@ class WorkRepeater:
         assert isinstance(message, PeerToPeerRepeatWork)
         sender = self._member(channel)
         self._check_request(sender, message)
-        self._repeated += 1
+        self._repeated[sender] += 1
         self._running += 1
         try:
             async with asyncio.timeout(self._context.wait_s):
@@ -361,8 +367,14 @@ class WorkRepeater:
         if message.round != self._round:
             raise StaleWork(f"this peer is in round {self._round}")
         budget = _AT_ONCE + 4 * self._context.settings.share * self._forwards
-        if self._running >= _AT_ONCE or self._repeated >= budget:
+        of_each = max(1.0, 2 * budget / max(1, len(self._neighbours(beside))))
+        is_used_up = self._repeated.total() >= budget or self._repeated[sender] >= of_each
+        if self._running >= _AT_ONCE or is_used_up:
             raise Busy("this peer has computed enough of others' work again for now")
+
+    def _neighbours(self, stage: int) -> set[str]:
+        """Return the peers that may ask as holders of that stage."""
+        return set(holders(self._context.members.run.client.view, stage)) - {self._context.members.run.client.peer}
 
     async def _task(self, sender: str, message: PeerToPeerRepeatWork) -> RepeatTask:
         """Fetch what a micro-batch needs."""

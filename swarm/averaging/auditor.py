@@ -22,7 +22,7 @@ from shoal.swarm.averaging.chunk_judge import Shown, Subject, fault_of, make_evi
 from shoal.swarm.averaging.inclusions import Places, audits_a_round, included_blob
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, Busy, MemberGone, ShoalError, WireError
+from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, ShoalError, WireError
 from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.statements import PlanStatement, name_of, plan_digest
@@ -125,14 +125,22 @@ class Auditor:
         self._deadlines, self._accuse = deadlines, accuse
         self._owing: dict[str, int] = {}
         """By member that owes something, the last round in whose report it is accused."""
+        self._silent: dict[str, int] = {}
+        """The same of members that could not be reached since they last answered: if they are most, this peer's own
+        link is at fault."""
+        self._others = 0
         self._offered: tuple[ResultStore, Verdict] | None = None
         self._news = asyncio.Event()
 
     def offer(self, store: ResultStore, verdict: Verdict) -> None:
         """Offer the results of the newest committed round; of earlier ones nothing more is checked."""
+        for accused in (self._owing, self._silent):
+            for peer in [one for one, until in accused.items() if until < verdict.round]:
+                del accused[peer]
         for owner in unsigned_owners(store, verdict):
             self._owe(owner, verdict.round + _UNSIGNED_ROUNDS)
         self._offered = store, verdict
+        self._others = len(store.plan.members) - 1
         self._news.set()
 
     def accused(self, round_number: int) -> set[str]:
@@ -140,10 +148,19 @@ class Auditor:
 
         That proves nothing, so it excludes nobody: an owner that members with more than half of the credit accuse
         owns nothing for a while."""
-        return {peer for peer, until in self._owing.items() if round_number <= until}
+        owing, silent = (
+            {peer for peer, until in one.items() if round_number <= until} for one in (self._owing, self._silent)
+        )
+        return owing | silent if 2 * len(silent) <= self._others else owing
 
-    def _owe(self, peer: str, until: int) -> None:
-        if peer != self._me:
+    def _owe(self, peer: str, until: int, *, is_silent: bool = False) -> None:
+        """``is_silent``: it may also be this peer's link."""
+        if peer == self._me:
+            return
+        if is_silent:
+            self._silent[peer] = until
+        else:
+            self._silent.pop(peer, None)
             self._owing[peer] = max(until, self._owing.get(peer, 0))
 
     async def run(self) -> None:
@@ -155,7 +172,7 @@ class Auditor:
             (store, verdict), self._offered = self._offered, None
             try:
                 await self._audit_round(store, verdict)
-            except ShoalError as error:
+            except (ShoalError, OSError) as error:
                 log.warning("round %d: no more audits: %s", verdict.round, error)
 
     async def _audit_round(self, store: ResultStore, verdict: Verdict) -> None:
@@ -174,22 +191,28 @@ class Auditor:
                 await self._audit(committed, Subject(one.part, one.chunk, row, sums[row]), row_reducers[row])
 
     async def _audit(self, committed: _CommittedPart, subject: Subject, member: int) -> Shown | None:
-        """Check what a member made, and accuse it where that is wrong. Returns what it includes if it is right."""
+        """Check what a member made, and accuse it where that is wrong. Returns what it includes if it is right.
+
+        What goes wrong once the maker has shown it is no fault of the maker's."""
         store, number, chunk = committed.store, committed.store.plan.round, subject.chunk
         maker = store.plan.members[member].peer
         try:
             shown = await self._shown(store, subject, maker)
             fault = await in_thread(fault_of, store, committed.about, subject, member, shown)
-            self.audited += 1
-            if fault is None:
-                return shown
-            log.warning("round %d: %s: %s", number, maker, fault.reason)
-            await self._accuse(await in_thread(make_evidence, committed.verdict, subject, committed.results, shown))
         except MemberGone as error:
             log.info("round %d: no audit of chunk %d: %s", number, chunk, error)
-        except ShoalError as error:
-            self._owe(maker, number + _UNSHOWN_ROUNDS)
+            return None
+        except LinkError as error:
+            has_answered = isinstance(error, WireError | BlobUnavailable | Busy)
+            self._owe(maker, number + _UNSHOWN_ROUNDS, is_silent=not has_answered)
             log.warning("round %d: no audit of chunk %d of %s: %s", number, chunk, maker, error)
+            return None
+        self.audited += 1
+        self._silent.pop(maker, None)
+        if fault is None:
+            return shown
+        log.warning("round %d: %s: %s", number, maker, fault.reason)
+        await self._accuse(await in_thread(make_evidence, committed.verdict, subject, committed.results, shown))
         return None
 
     async def _shown(self, store: ResultStore, subject: Subject, maker: str) -> Shown:

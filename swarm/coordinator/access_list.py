@@ -42,12 +42,12 @@ class InviteUse:
 
 @dataclass
 class AccessList:
-    """``invites``: by id; ``bans``: by peer; ``allowed``: peers on the host's list; ``removed``: by CURVE key, whether
-    the removed member of that process is banned."""
+    """``invites``: by id; ``bans``: by peer; ``allowed``: peers on the host's list, with the round in which they were
+    put there; ``removed``: by CURVE key, whether the removed member of that process is banned."""
 
     invites: dict[str, InviteUse] = field(default_factory=dict)
     bans: dict[str, ev.PeerBanned] = field(default_factory=dict)
-    allowed: dict[str, None] = field(default_factory=dict)
+    allowed: dict[str, int] = field(default_factory=dict)
     removed: dict[bytes, bool] = field(default_factory=dict)
     _networks: Counter[str] = field(default_factory=Counter)
     """Number of bans by network."""
@@ -82,7 +82,7 @@ class AccessList:
                     self._networks[event.network] += 1
             case ev.PeerAllowed():
                 self._lift(event.peer)
-                self.allowed[event.peer] = None
+                self.allowed[event.peer] = event.round
 
     def _remove(self, curve_key: bytes, *, is_banned: bool) -> None:
         self.removed[curve_key] = is_banned
@@ -108,7 +108,7 @@ class AccessList:
                 for one in self.invites.values()
             ),
             bans=tuple(self.bans.values()),
-            allowed=tuple(self.allowed),
+            allowed=tuple(ev.AllowedKept(peer=peer, round=number) for peer, number in self.allowed.items()),
             removed=tuple(ev.RemovedKept(curve_key=key, is_banned=one) for key, one in self.removed.items()),
         )
 
@@ -120,7 +120,7 @@ class AccessList:
         }
         self.bans = {one.peer: one for one in kept.bans}
         self._networks = Counter(one.network for one in kept.bans if one.network)
-        self.allowed = dict.fromkeys(kept.allowed)
+        self.allowed = {one.peer: one.round for one in kept.allowed}
         self.removed = {one.curve_key: one.is_banned for one in kept.removed}
 
     # Questions ----------------------------------------------------------------------------------------------
@@ -147,6 +147,10 @@ class AccessList:
                 if is_banned
                 else "the host has removed this peer from the run. Ask the host why; `shoal join` joins again"
             )
+
+    def is_spent(self, peer: str, round_number: int) -> bool:
+        """Whether evidence on a peer's mean of that round changes nothing: the host has let it in since."""
+        return round_number < self.allowed.get(peer, 0)
 
     def makes_validators(self, invite: str) -> bool:
         """Whether an invite authorises validators, and the host has not revoked it."""

@@ -259,9 +259,11 @@ class MeanDisproved(JournalEvent):
 
 
 class PeerAllowed(JournalEvent):
-    """The ban of this identity, and of the network named with it, is lifted, and it is on the host's list."""
+    """The ban of this identity, and of the network named with it, is lifted, and it is on the host's list. Evidence of
+    what it did before ``round`` expels it no more."""
 
     peer: PeerId
+    round: Count
     at_s: UnixTime
 
 
@@ -297,12 +299,19 @@ class InviteKept(Record):
     users: tuple[PeerId, ...]
 
 
+class AllowedKept(Record):
+    """Peer on the host's list in a snapshot, and the round in which it was put there."""
+
+    peer: PeerId
+    round: Count
+
+
 class AccessKept(Record):
     """State of ``access_list.AccessList`` in a snapshot."""
 
     invites: tuple[InviteKept, ...] = ()
     bans: tuple[PeerBanned, ...] = ()
-    allowed: tuple[PeerId, ...] = ()
+    allowed: tuple[AllowedKept, ...] = ()
     removed: tuple[RemovedKept, ...] = ()
 
 

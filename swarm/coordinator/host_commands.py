@@ -99,6 +99,10 @@ class HostCommands:
             raise CommandRefused(
                 "anybody may join this run ([access] admission = 'open'), so only validators need invites"
             )
+        if self._run.pipeline is not None and command.role == "validator":
+            raise CommandRefused(
+                "nobody scores work in a run with a [pipeline]: its stages compute each other's work again instead"
+            )
         if len(self._list.invites) >= MAX_INVITES:
             raise CommandRefused(f"the run has {MAX_INVITES} invites, and cannot have more")
         id_ = id_text(secrets.token_bytes(5))
@@ -186,7 +190,7 @@ class HostCommands:
             raise CommandRefused(f"{peer} is not banned, and this run has no list ([access] admission = 'list')")
         if len(self._list.allowed) >= MAX_BANS:
             raise CommandRefused(f"the host has allowed {MAX_BANS} peers, and cannot allow more")
-        self._scope.record(ev.PeerAllowed(peer=peer, at_s=self._scope.log.unix_s))
+        self._scope.record(ev.PeerAllowed(peer=peer, round=self._scope.round_number, at_s=self._scope.log.unix_s))
         return Acknowledged()
 
 

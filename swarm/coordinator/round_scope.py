@@ -250,6 +250,7 @@ class RoundScope:
                 self.membership.lose(event)
                 for peer in self.membership.forget_strangers(self._left_traces):
                     self.admission.sent_bytes.forget(peer)
+                    self._punctuality.forget(peer)
                 self._lose_work(event.peer)
             case ev.LeaseGranted():
                 self.leases.grant(event.peer, from_wire(event.ranges))

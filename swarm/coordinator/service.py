@@ -393,12 +393,17 @@ class ScopeHandlers:
     async def _report(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorRoundReport)
         assert self.rounds is not None
-        async with self._request(channel) as peer:
+        async with self.service.lock:
+            peer = self.scope.admission.require_member(channel.remote_key)
             plan, certificate = self.rounds.round.plan, self.rounds.membership.members[peer].entry.certificate
-            if plan is not None and message.round == plan.round:
-                check_report(self.rounds.plan_statement(plan), plan, message, certificate)
-            self.rounds.report(peer, message, time.monotonic())
-            self._tick_if(self.rounds.is_complete())
+            statement = self.rounds.plan_statement(plan) if plan is not None else None
+        if plan is not None and statement is not None and message.round == plan.round:
+            # In a worker thread and without the lock: a report may have a signature for each of many parts.
+            await in_thread(check_report, statement, plan, message, certificate)
+        async with self._request(channel) as peer:
+            if plan is self.rounds.round.plan:
+                self.rounds.report(peer, message, time.monotonic())
+                self._tick_if(self.rounds.is_complete())
         return self.view(peer)
 
     async def _show_verdict(self, channel: Channel, message: Message) -> Message:
@@ -421,7 +426,9 @@ class ScopeHandlers:
         service, rounds = self.service, self.rounds
         async with service.lock:
             peer = self.scope.admission.require_member(channel.remote_key)
-            if self.scope.membership.is_observer(peer) or not rounds.counts(peer) or rounds.model is None:
+            # Where a single member has credit, it would be the only one that could show what it did.
+            is_heard = rounds.counts(peer) or len(rounds.membership.with_credit()) == 1
+            if self.scope.membership.is_observer(peer) or not is_heard or rounds.model is None:
                 raise NotAdmitted("only members with credit show evidence")
             stage = None if rounds.stage is None else rounds.stage.number
             facts = rounds.run, service.identity.public_key, rounds.model.layout, stage
@@ -434,8 +441,10 @@ class ScopeHandlers:
                 return CoordinatorToPeerReceipt(evidence=message.evidence, judgement="incomplete")
             found = await in_thread(_judged, data, message.evidence, *facts)
             # What else is shown of a member that is banned already is not kept: a liar's friend could fill the disk.
-            is_new = found.maker not in service.scope.admission.access_list.bans
-            if found.word == "guilty" and (is_new or rounds.undoes(found.round, found.excess)):
+            access_list = service.scope.admission.access_list
+            is_new, is_spent = found.maker not in access_list.bans, access_list.is_spent(found.maker, found.round)
+            is_kept = (is_new or rounds.undoes(found.round, found.excess)) and not is_spent
+            if found.word == "guilty" and is_kept:
                 await in_thread(service.journal.keep_evidence, message.evidence.hex(), data)
                 async with service.lock:
                     service.scope.admission.expel(found.maker, message.evidence, peer, found.round)

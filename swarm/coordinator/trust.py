@@ -346,13 +346,21 @@ class Punctuality:
     _in_vain: dict[str, int] = field(default_factory=dict)
     _until: dict[str, int] = field(default_factory=dict)
 
+    def forget(self, peer: str) -> None:
+        """Forget a member that the run has forgotten."""
+        self._in_vain.pop(peer, None)
+        self._until.pop(peer, None)
+
     def is_awaited(self, peer: str, round_number: int) -> bool:
         return round_number >= self._until.get(peer, 0)
 
     def saw(self, round_number: int, ready: Iterable[str], awaited: Iterable[str]) -> None:
         """Note the members that were ready when the round was planned, and those that were waited for in vain."""
-        for peer in ready:
-            self._in_vain[peer] = max(0, self._in_vain.get(peer, 0) - 1)
+        for peer in self._in_vain.keys() & set(ready):
+            self._in_vain[peer] -= 1
+            if not self._in_vain[peer]:
+                del self._in_vain[peer]
+        self._until = {peer: until for peer, until in self._until.items() if until > round_number}
         for peer in awaited:
             times = self._in_vain[peer] = min(self._in_vain.get(peer, 0) + 1, _MOST_IN_VAIN)
             if times >= _IN_VAIN:

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.peer.cli.access import host_folder, invite_state, invite_table, members_table, parse_duration, records_table
+from shoal.peer.cli.access import (
+    InviteFor,
+    default_uses,
+    host_folder,
+    invite_state,
+    invite_table,
+    members_table,
+    parse_duration,
+    records_table,
+)
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.protocol.access_records import AccessRecord, Refusals
 from shoal.swarm.protocol.messages import InviteState, MemberAccess
@@ -110,3 +119,7 @@ def test_records_are_one_line_where_there_is_little_to_say() -> None:
     assert "203.0.113.0/24" in lines
     assert "sends noise" in lines
     assert "7 no token" in lines
+
+
+def test_an_invite_for_a_validator_is_for_one_machine() -> None:
+    assert [default_uses(role) for role in InviteFor] == [int(role is InviteFor.validator) for role in InviteFor]

@@ -62,7 +62,7 @@ EVENTS: dict[str, ev.JournalEvent] = {
     "MeanDisproved": ev.MeanDisproved(
         round=1, version=1, evidence=b"e" * 32, maker=PEERS[0], accuser=PEERS[1], excess=8.0, at_s=1.0
     ),
-    "PeerAllowed": ev.PeerAllowed(peer=PEERS[0], at_s=1.0),
+    "PeerAllowed": ev.PeerAllowed(peer=PEERS[0], round=1, at_s=1.0),
     "MemberMoved": ev.MemberMoved(
         peer=PEERS[0], addresses=(Address(host="10.0.0.1", control_port=1, data_port=2),), reachable=False
     ),

@@ -7,6 +7,7 @@ import resource
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from shoal.swarm.averaging.chunk_judge import judge
 from shoal.swarm.averaging.inclusions import Inclusions, audits_a_round
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, Busy
+from shoal.swarm.errors import BlobUnavailable, Busy, DeadlineExceeded, StorageError
 from shoal.swarm.protocol.evidence import unpack_evidence
 
 ME = 0
@@ -288,5 +289,44 @@ def test_an_auditor_gets_no_more_than_its_share() -> None:
             kept.end_reading(b"one")
         with pytest.raises(BlobUnavailable):
             kept.begin_reading(b"one")
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_a_member_that_does_not_answer_is_accused_unless_nobody_does(silent: int) -> None:
+    """Where most members cannot be reached, it is this peer's link."""
+
+    async def main() -> None:
+        done = await committed_round()
+        others = [one.peer_id for one in MEMBERS[1:]]
+        endpoint = done.network.endpoints[MEMBERS[ME].peer_id]
+        real = endpoint.fetch
+
+        def fetch(peer: str, *args: Any) -> Any:
+            if peer in others[:silent]:
+                raise DeadlineExceeded("no answer")
+            return real(peer, *args)
+
+        endpoint.fetch = fetch  # type: ignore[method-assign]
+        auditor, _ = await audited(done, rounds=4)
+        assert auditor.audited == 0 or silent == 1
+        assert auditor.accused(3 + 8) == (set(others[:1]) if silent == 1 else set())
+
+    run_virtual(main())
+
+
+def test_what_goes_wrong_here_is_no_fault_of_a_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that does not hear this peer, or a disk that is full."""
+
+    def full(*_: object) -> bytes:
+        raise StorageError("the disk is full")
+
+    async def main() -> None:
+        monkeypatch.setattr("shoal.swarm.averaging.auditor.make_evidence", full)
+        auditor, accused = await audited(await committed_round(liar=1))
+        assert auditor.audited > 0
+        assert accused == []
+        assert auditor.accused(4) == set()
 
     run_virtual(main())

@@ -171,7 +171,7 @@ def test_records_are_read_in_pages_and_outlive_the_journals_compaction(tmp_path:
     snapshot = door.scope.as_snapshot().model_copy(update={"epoch": epoch})
     journal.compact(snapshot)
     made = AccessTrail(RUN.hash, HOST.sign, last_record(journal))
-    events: list[ev.JournalEvent] = [ev.PeerAllowed(peer=identity(1).peer_id, at_s=1.0)] * MAX_PAGE
+    events: list[ev.JournalEvent] = [ev.PeerAllowed(peer=identity(1).peer_id, round=0, at_s=1.0)] * MAX_PAGE
     journal.append(journal.next_index, events + made.records(events, Counter(), 1.0))
     first, rest = read_records(journal, 0), read_records(journal, MAX_PAGE)
     assert (len(first.records), first.more, len(rest.records), rest.more) == (MAX_PAGE, True, 3, False)

@@ -15,7 +15,9 @@ from shoal.swarm.coordinator.rollback import CommittedRound
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import NotAdmitted, Removed, TryLater, WireError
 from shoal.swarm.protocol.evidence import evidence_id
-from shoal.swarm.protocol.messages import PeerToCoordinatorShowEvidence
+from shoal.swarm.protocol.messages import AllowPeer, PeerToCoordinatorShowEvidence
+
+MORE = evidence_of(1, chunk=3)
 
 
 def test_a_proven_liar_is_expelled_once_and_stays_out(tmp_path: Path) -> None:
@@ -92,11 +94,9 @@ def test_nobody_makes_anothers_evidence_void_by_its_name(tmp_path: Path) -> None
 
 
 def test_more_evidence_about_an_expelled_member_is_not_kept(tmp_path: Path) -> None:
-    more = evidence_of(1, chunk=3)
-
     async def test(service: CoordinatorService, journal: LocalJournal) -> None:
         assert await show(service, 1, GUILTY) == "guilty"
-        assert await show(service, 2, more) == "guilty"
+        assert await show(service, 2, MORE) == "guilty"
 
     assert sum(isinstance(one, MemberExpelled) for one in serving(tmp_path, test)) == 1
     assert [one.name for one in tmp_path.glob("*.evidence")] == [f"{evidence_id(GUILTY).hex()}.evidence"]
@@ -169,3 +169,27 @@ def test_of_a_round_that_is_not_in_the_state_nothing_is_undone(tmp_path: Path) -
         assert undone(service) == []
 
     assert not [one for one in serving(tmp_path, test) if isinstance(one, MeanDisproved)]
+
+
+def test_whom_the_host_has_allowed_again_is_not_expelled_for_the_same(tmp_path: Path) -> None:
+    async def test(service: CoordinatorService, journal: LocalJournal) -> None:
+        has_committed(service, 2)
+        assert await show(service, 1, GUILTY) == "guilty"
+        service.handlers[0].rounds.round.number = 4  # type: ignore[union-attr]
+        service.host_commands.answer(AllowPeer(peer=LIAR))
+        assert await show(service, 2, MORE) == "guilty"
+        assert await show(service, 2, FAR) == "guilty"
+        service.scope.admission.access_list.refuse_banned(LIAR, "")
+        assert undone(service) == []
+
+    assert sum(isinstance(one, MemberExpelled) for one in serving(tmp_path, test)) == 1
+
+
+def test_a_liar_that_alone_has_credit_is_accused_by_others(tmp_path: Path) -> None:
+    async def test(service: CoordinatorService, journal: LocalJournal) -> None:
+        members = service.handlers[0].rounds.membership  # type: ignore[union-attr]
+        members.members[entry(2).peer].has_credit = True
+        members._states += 1
+        assert await show(service, 1, GUILTY) == "guilty"
+
+    assert [one.peer for one in serving(tmp_path, test) if isinstance(one, MemberExpelled)] == [LIAR]

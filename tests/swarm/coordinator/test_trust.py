@@ -640,6 +640,21 @@ def test_one_that_is_ready_again_is_waited_for_again() -> None:
     assert punctual.is_awaited(A, 14)
 
 
+def test_punctual_members_and_forgotten_ones_take_no_memory() -> None:
+    punctual = Punctuality()
+    for number in range(1, 4):
+        punctual.saw(number, [B], [A])
+    assert A in punctual._in_vain
+    assert B not in punctual._in_vain
+    for number in range(4, 40):
+        punctual.saw(number, [A, B], [])
+    assert (punctual._in_vain, punctual._until) == ({}, {})
+    punctual.saw(41, [], [A])
+    punctual.saw(42, [], [A])
+    punctual.forget(A)
+    assert (punctual._in_vain, punctual._until) == ({}, {})
+
+
 def test_who_keeps_samples_of_whole_batches_costs_few_of_them_a_patience() -> None:
     world = UnevenWorld(run_file("virtual_batch", tokens=400, max_s=60.0), [4, 4])
     world.go_on(SOON)
