@@ -258,6 +258,7 @@ def ask_host(folder: Path, keys: Path | None, command: HostCommand, reply: type[
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.identity import Identity
     from shoal.swarm.protocol.run_file import load_run_file
+    from shoal.swarm.protocol.types import Address
 
     path = keys or folder / IDENTITY_FILE
     if not path.exists():
@@ -275,7 +276,8 @@ def ask_host(folder: Path, keys: Path | None, command: HostCommand, reply: type[
             answer = command_journal(LocalJournal(folder, run.hash, text), run, identity, command, check)
         except FolderInUse as in_use:
             try:
-                address = split_host_port((folder / CONTROL_FILE).read_text().strip())
+                host, port = split_host_port((folder / CONTROL_FILE).read_text().strip())
+                address = Address(host=host, control_port=port)
                 return asyncio.run(command_coordinator(address, key, identity, run.hash, command, reply))
             except (OSError, Unreachable) as error:
                 if time.monotonic() > give_up_s:
@@ -361,9 +363,9 @@ def _records(source: str, keys: Path) -> tuple[bytes, bytes, list[AccessRecord]]
     identity, at = Identity.load_or_create(keys), invite.addresses[0]
     found: list[AccessRecord] = []
     while True:
-        ask, where = ListRecords(first=len(found)), (at.host, at.control_port)
+        ask = ListRecords(first=len(found))
         page = asyncio.run(
-            command_coordinator(where, invite.key, identity, invite.run_hash, ask, CoordinatorToHostRecords)
+            command_coordinator(at, invite.key, identity, invite.run_hash, ask, CoordinatorToHostRecords)
         )
         found += page.records
         if not page.more or not page.records:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.cli.host_events import describe_event
+from shoal.peer.cli.relay import RELAY_IDENTITY_FILE, HostRelays, RelayBeside
 from shoal.peer.directory.card import CardSource
 from shoal.peer.directory.card_writer import CardWriter, card_place
 from shoal.peer.directory.local_fit import shoal_version
@@ -47,11 +48,13 @@ from shoal.swarm.protocol.addresses import join_host_port, reach_of
 from shoal.swarm.protocol.identity import Identity, key_text
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.pins import PinsSection
+from shoal.swarm.protocol.relay_url import RelayUrl
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, unused_inner_settings
 from shoal.swarm.protocol.start_section import StartSection
 from shoal.swarm.protocol.types import MAX_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
+from shoal.swarm.transport.sockets import own_end
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,9 @@ CONTROL_FILE = "control.txt"
 """File with the address at which this machine itself reaches the coordinator, for ``shoal invite`` and the like."""
 
 _PORT_FILE = "port.txt"
+_LAST_PORT = 65_535
+_REGISTER_S = 15.0
+"""Time for the first registration with a relay of ``--via``."""
 
 HOST_DESCRIPTORS = 2 * MAX_MEMBERS + 128
 """Open files and sockets of a host of a full run: one for each member and observer, and some of its own."""
@@ -91,7 +97,9 @@ class HostOptions:
     ``backup``: another place for all that is kept in ``state``. ``start_from``: the checkpoint that the run starts
     from, if its file does not name one. ``pin``: fix what members have to bring, if the run file does not yet;
     ``data``: the folders that the run's data is looked for in, for that. ``publish``: path or URL where the run's
-    card is kept up to date; empty for nowhere."""
+    card is kept up to date; empty for nowhere.
+    ``via``: relays that this host is reached over; ``relay``: run one beside it for members that cannot be dialed,
+    unless it is reached over others."""
 
     identity: Path | None
     state: Path
@@ -102,6 +110,8 @@ class HostOptions:
     pin: bool = True
     data: tuple[Path, ...] = ()
     publish: str = ""
+    via: tuple[RelayUrl, ...] = ()
+    relay: bool = True
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,7 @@ async def host(
     if backup is not None:  # only after the check: the backup may hold the only copy of the right keys
         backup.keep(RUN_FILE, text.encode())
         backup.keep(IDENTITY_FILE, pem, 0o600)
+    beside: RelayBeside | None = None
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -164,14 +175,23 @@ async def host(
         address = (options.bind[0], options.bind[1] or _earlier_port(state))
         async with CoordinatorService.serve(text, run, identity, address, journal, epoch) as service:
             port = service.node.control_port
-            advertised = options.advertise or ((_own_address(options.bind[0]), port),)
+            advertised = options.advertise or (() if options.via else ((_own_address(options.bind[0]), port),))
             addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
+            relays = HostRelays(identity, run.hash, service.node)
+            service.relays = relays.current
+            if options.via:
+                await relays.register(options.via, _REGISTER_S)
+                addresses += tuple(url.address.model_copy(update={"relay_key": None}) for url in options.via)
+            elif options.relay:
+                place = options.bind[0], port + 1 if port < _LAST_PORT else 0
+                beside = RelayBeside(state / RELAY_IDENTITY_FILE, place, identity.public_key)
+                relays.run_beside(beside, advertised[0][0])
             token = await service.printed_token()
             invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash, token)
             origin = HistoryOrigin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
             about = {
                 _PORT_FILE: f"{port}\n".encode(),
-                CONTROL_FILE: f"{join_host_port(_own_end(options.bind[0]), port)}\n".encode(),
+                CONTROL_FILE: f"{join_host_port(own_end(options.bind[0]), port)}\n".encode(),
                 INVITE_FILE: f"{invite}\n".encode(),
                 ORIGIN_FILE: pack_origin(origin),
             }
@@ -194,6 +214,8 @@ async def host(
             else:
                 await _publishing(service, invite, at, stop)
     finally:
+        if beside is not None:
+            await beside.stop()
         journal.close()
 
 
@@ -377,11 +399,6 @@ def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
         durable.put(path, data, mode)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error}") from error
-
-
-def _own_end(bind: str) -> str:
-    """Return the host at which processes of this machine reach a listener on ``bind``."""
-    return {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(bind, bind)
 
 
 def _own_address(bind: str) -> str:

@@ -145,6 +145,13 @@ def host_command(
             metavar="URL", help="Keep the run's card up to date at this path or URL, with fsspec; a folder or *.json."
         ),
     ] = "",
+    via: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Be reached over this relay, without an open port here; repeatable."),
+    ] = None,
+    no_relay: Annotated[
+        bool, typer.Option("--no-relay", help="Run no relay beside, for members that cannot be dialed.")
+    ] = False,
     log_json: LogJson = None,
     verbose: Verbose = False,
     _: Annotated[
@@ -157,13 +164,25 @@ def host_command(
     from shoal.peer.terminal.reporter import Reporter, setup_logging
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import parse_advertised
+    from shoal.swarm.protocol.relay_url import RelayUrl
 
     setup_logging(console, verbose)
     warn_descriptors(allow_descriptors())
     start = start_of(start_from, identity, only_parameters=parameters_only)
     addresses = split_host_port(bind, DEFAULT_PORT), parse_advertised(advertise)
     folders = tuple(data or ())
-    options = HostOptions(identity, state, *addresses, backup, start, pin=not no_pins, data=folders, publish=publish)
+    options = HostOptions(
+        identity,
+        state,
+        *addresses,
+        backup,
+        start,
+        pin=not no_pins,
+        data=folders,
+        publish=publish,
+        via=tuple(RelayUrl.parse(url) for url in via or ()),
+        relay=not no_relay,
+    )
 
     def on_start(hosting: Hosting) -> None:
         console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")
@@ -189,6 +208,51 @@ def host_command(
             console.print(plain_line(event), markup=False, highlight=False, soft_wrap=True)
 
         asyncio.run(host(run, options, on_start, on_event))
+
+
+@app.command("relay")
+def relay_command(
+    bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one, 443 works, too.")] = (
+        f"0.0.0.0:{DEFAULT_PORT + 1}"
+    ),
+    advertise: Annotated[str, typer.Option(help="Host that its URL names; by default the one it listens on.")] = "",
+    identity: Annotated[Path, typer.Option(help="The relay's keys; with the same ones its URL stays the same.")] = (
+        SHOAL_HOME / "relay"
+    ),
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="KEY", help="Serve this host's runs without the token; repeatable."),
+    ] = None,
+    is_open: Annotated[bool, typer.Option("--open", help="Serve the runs of every host.")] = False,
+    rate: Annotated[str, typer.Option(help="Most that it passes on, such as 1Gbit; by default all it can.")] = "",
+    member_rate: Annotated[str, typer.Option(help="The same of what one member sends.")] = "",
+    links: Annotated[int, typer.Option(min=1, help="Connections that it passes on at once.")] = 1024,
+    beside: Annotated[bool, typer.Option("--beside", hidden=True)] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Pass on what members send each other, sealed, where they cannot reach each other. Sees no key and no content."""
+    from shoal.peer.cli.relay import RelayOptions, parse_rate, relay
+    from shoal.peer.terminal.reporter import setup_logging
+    from shoal.swarm.protocol.addresses import split_host_port
+    from shoal.swarm.protocol.identity import parse_key
+    from shoal.swarm.protocol.relay_url import RelayUrl
+    from shoal.swarm.transport.relay_books import RelayLimits
+
+    setup_logging(errors if beside else console, verbose)
+    allow_descriptors()
+    limits = RelayLimits(parse_rate(rate, "--rate"), parse_rate(member_rate, "--member-rate"), links)
+    known = tuple(parse_key(key) for key in hosts or ())
+    place = split_host_port(bind, DEFAULT_PORT + 1)
+    options = RelayOptions(identity, place, advertise, known, is_open=is_open, limits=limits)
+
+    def on_start(url: RelayUrl) -> None:
+        if beside:
+            print(url, flush=True)
+            return
+        console.print("Relay   (this option has a host reached over it)")
+        console.print(f"\n  shoal host RUN.toml --via '{url}'\n", soft_wrap=True, highlight=False)
+
+    asyncio.run(relay(options, on_start, beside=beside))
 
 
 @app.command("prepare")

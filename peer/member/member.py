@@ -41,6 +41,7 @@ from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, w
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.client.mapped_ports import keep_mapped
 from shoal.swarm.client.meeting_probe import keep_meeting
+from shoal.swarm.client.relay_access import RelayAccess
 from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -189,9 +190,14 @@ class LocalMember:
             client = CoordinatorClient(node, identity, keys, invite, describe())
             async with cls.joined(client) as member:
                 node.connections_per_link = client.run_file.averaging.streams
-                probing = probe_link(client, member.endpoint, member._probed)
-                meeting = keep_meeting(client, member.endpoint, member.request_heartbeat)
-                member._background += [member._tasks.create_task(one) for one in (probing, meeting)]
+                access = RelayAccess(client)
+                node.relays.credentials = access.credentials
+                background = (
+                    access.run(),
+                    probe_link(client, member.endpoint, member._probed),
+                    keep_meeting(client, member.endpoint, member.request_heartbeat),
+                )
+                member._background += [member._tasks.create_task(one) for one in background]
                 if maps_ports:
                     mapper = PortMapper((node.control_port, node.data_port))
                     member._background.append(member._tasks.create_task(keep_mapped(client, mapper)))
@@ -272,6 +278,7 @@ class LocalMember:
             kept=self._kept if state is None else self._asked_for_kept(),
             diverged=self._diverged,
             headway=self._headway(),
+            paths=() if self.client.scope else self.node.path_reports(),
         )
         try:
             await self.client.heartbeat(heartbeat)

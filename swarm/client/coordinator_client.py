@@ -34,6 +34,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
+    PeerToCoordinatorRequestDial,
     PeerToCoordinatorShowAddresses,
     PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
@@ -56,6 +57,7 @@ from shoal.swarm.protocol.work_scores import SignedScore, WorkScore
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.node import Node
+from shoal.swarm.transport.paths import RelayPaths
 from shoal.swarm.transport.sockets import SILENCE_S, all_addresses
 
 log = logging.getLogger(__name__)
@@ -75,12 +77,18 @@ class CoordinatorConnector:
 
     ``channel``: the channel of the last request; None before the first one."""
 
-    def __init__(self, control: ControlPlane, invite: Invite) -> None:
+    def __init__(self, control: ControlPlane, relays: RelayPaths, invite: Invite) -> None:
+        """``relays``: the node's, for a coordinator that is reached over a relay."""
         self.channel: Channel | None = None
         self._control = control
+        self._relays = relays
         self._key = invite.key
-        self._addresses = list(invite.addresses)  # the last one that answered is first
-        self._at = invite.addresses[0]
+        # The last one that answered is first. All relays are one way, as the forwarder chooses among them.
+        self._relayed = tuple(address for address in invite.addresses if address.is_relayed)
+        self._addresses = [
+            address for address in invite.addresses if not address.is_relayed or address is self._relayed[0]
+        ]
+        self._at = self._addresses[0]
         self._is_silent = False
         self._failures = 0
 
@@ -180,6 +188,9 @@ class CoordinatorConnector:
         self.channel, self._at, self._is_silent = channel, address, False
 
     def _dial(self, address: Address) -> Channel:
+        if address.is_relayed:
+            port = self._relays.forwarder_to(self._key, self._relayed)
+            return self._control.dial("127.0.0.1", port, self._key, via=address)
         return self._control.dial(address.host, address.control_port, self._key)
 
 
@@ -263,7 +274,7 @@ class CoordinatorClient:
     ) -> None:
         self.node = node
         self.scope = scope
-        self._identity, self._keys = identity, keys
+        self.identity, self._keys = identity, keys
         self.invite = invite
         self.peer = identity.peer_id
         self.me = me
@@ -278,8 +289,10 @@ class CoordinatorClient:
         """Reason for leaving at the end, and the error if there was one."""
         self.joins = 0
         """Number of admissions; samples and claims of earlier memberships were given to others."""
-        self._certificate = identity.certify(keys)
-        self._connector = CoordinatorConnector(node.control, invite)
+        self.certificate = identity.certify(keys)
+        self.relays: tuple[Address, ...] = ()
+        """The relays that this member is registered with, which its next join names."""
+        self._connector = CoordinatorConnector(node.control, node.relays, invite)
         self._view: RunView | None = None
         self._is_ahead = False
         """Whether this member knows a verdict that the coordinator has lost."""
@@ -299,7 +312,7 @@ class CoordinatorClient:
 
     def in_scope(self, scope: int) -> CoordinatorClient:
         """A client of another scope over the same connection: ``join``, and at the end ``leave`` and ``withdraw``."""
-        client = CoordinatorClient(self.node, self._identity, self._keys, self.invite, self.me, scope)
+        client = CoordinatorClient(self.node, self.identity, self._keys, self.invite, self.me, scope)
         client._connector, client._clients, client._run = self._connector, self._clients, self._run
         self._clients.append(client)
         return client
@@ -314,7 +327,7 @@ class CoordinatorClient:
             self._run = await fetch_run(self._connector, self.invite)
         ask = PeerToCoordinatorJoinRun(
             run=self.invite.run,
-            certificate=self._certificate,
+            certificate=self.certificate,
             name=self.me.name,
             role=self.me.role,
             device=self.me.device,
@@ -338,12 +351,20 @@ class CoordinatorClient:
         """The ways in which others reach this member, the preferred one first."""
         control, data = self.me.ports or (self.node.control_port, self.node.data_port)
         own = Address(host=self.me.host, control_port=control, data_port=data)
-        return (self.mapped, own) if self.mapped is not None else (own,)
+        return (self.mapped, own, *self.relays) if self.mapped is not None else (own, *self.relays)
 
     async def show_addresses(self) -> None:
         """Tell the coordinator how this member is reached from now on. Raises like ``ask``."""
         shown = PeerToCoordinatorShowAddresses(addresses=self._addresses())
         self.reachable = (await self.ask(shown, CoordinatorToPeerAddresses)).reachable
+
+    async def request_dial(self, ask: PeerToCoordinatorRequestDial, limit_s: float) -> None:
+        """Have another member asked to dial this one, once. Raises ``LinkError``."""
+        await self._connector.request(ask, Acknowledged, limit_s)
+
+    def is_coordinator(self, channel: Channel) -> bool:
+        """Whether a message that came over this channel is the coordinator's."""
+        return channel is self._connector.channel
 
     async def rejoin(self) -> None:
         """Leave and join again, also after the coordinator's absence. Raises like ``join``."""
@@ -418,7 +439,7 @@ class CoordinatorClient:
 
     def sign(self, statement: Statement) -> bytes:
         """Sign a statement with this member's identity key."""
-        return self._identity.sign(statement.bytes_to_sign())
+        return self.identity.sign(statement.bytes_to_sign())
 
     # The view ---------------------------------------------------------------------------------------------
 
@@ -530,8 +551,8 @@ class CoordinatorClient:
 
     def sign_score(self, score: WorkScore) -> SignedScore:
         """Sign a score as this member's."""
-        signature = self._identity.sign(score.signed_bytes)
-        return SignedScore(score=score, validator_key=self._identity.public_key, signature=signature)
+        signature = self.identity.sign(score.signed_bytes)
+        return SignedScore(score=score, validator_key=self.identity.public_key, signature=signature)
 
     def is_member(self, peer: str) -> bool:
         """Whether a peer is on the roster."""

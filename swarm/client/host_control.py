@@ -7,7 +7,7 @@ from typing import TypeVar
 from shoal.swarm.client.observer import stranger
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import HostCommand, HostToCoordinatorCommand, host_proof
-from shoal.swarm.protocol.types import Message
+from shoal.swarm.protocol.types import Address, Message
 
 M = TypeVar("M", bound=Message)
 
@@ -15,14 +15,18 @@ _CONNECT_S, _ANSWER_S = 5.0, 20.0
 
 
 async def command_coordinator(
-    address: tuple[str, int], key: bytes, identity: Identity, run_hash: bytes, command: HostCommand, reply: type[M]
+    address: Address, key: bytes, identity: Identity, run_hash: bytes, command: HostCommand, reply: type[M]
 ) -> M:
     """Have the coordinator at ``address``, with this CURVE ``key``, carry out a command of the host.
 
     Raises ``Unreachable`` and the coordinator's errors."""
     keys = CurveKeys.fresh()
     async with stranger(keys) as node:
-        channel = node.control.dial(*address, key)
+        if address.is_relayed:
+            port = node.relays.forwarder_to(key, (address,))
+            channel = node.control.dial("127.0.0.1", port, key, via=address)
+        else:
+            channel = node.control.dial(address.host, address.control_port, key)
         await channel.connected(_CONNECT_S)
         proof = identity.sign(host_proof(run_hash, keys.public))
         return await channel.request(HostToCoordinatorCommand(proof=proof, command=command), reply, _ANSWER_S)

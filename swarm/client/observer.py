@@ -14,6 +14,7 @@ from shoal.swarm.client.coordinator_client import (
     PublishedRun,
     fetch_run,
 )
+from shoal.swarm.client.relay_access import RelayAccess
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -38,6 +39,7 @@ async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
     async with stranger(keys) as node:
         client = CoordinatorClient(node, identity, keys, invite, me)
         await client.join()
+        node.relays.credentials = RelayAccess(client).credentials
         async with task_scope() as tasks:
             beats = tasks.create_task(_keep_place(client))
             try:
@@ -61,7 +63,7 @@ async def stranger(keys: CurveKeys) -> AsyncIterator[Node]:
 async def look_up_run(invite: Invite) -> PublishedRun:
     """Fetch the run file of an invite without joining. Raises the errors of ``fetch_run``."""
     async with stranger(CurveKeys.fresh()) as node:
-        return await fetch_run(CoordinatorConnector(node.control, invite), invite)
+        return await fetch_run(CoordinatorConnector(node.control, node.relays, invite), invite)
 
 
 @asynccontextmanager

@@ -204,6 +204,11 @@ class ScopeHandlers:
             run_toml=service.run_toml, run_hash=self.scope.run.hash, coordinator=service.certificate
         )
 
+    async def _checked(self, channel: Channel, claimed: tuple[Address, ...], role: Role) -> tuple[Address, ...]:
+        """The ways in which a member can be reached, checked. Raises ``NotAdmitted``."""
+        is_relayed = any(address.is_relayed for address in claimed)
+        return _addresses_of(channel, claimed, role, await self.service.relays() if is_relayed else ())
+
     def _require_name(self, run: str) -> None:
         name = self.scope.run.run.name
         if run != name:
@@ -226,7 +231,7 @@ class ScopeHandlers:
                 certificate=message.certificate,
                 name=message.name,
                 role=message.role,
-                addresses=_addresses_of(channel, message.addresses, message.role, await self.service.relays()),
+                addresses=await self._checked(channel, message.addresses, message.role),
                 reachable=False,
             )
             trouble = await self._dial_back(entry)
@@ -333,8 +338,7 @@ class ScopeHandlers:
         peer = self.scope.admission.require_member(channel.remote_key)
         self.service.path_requests.check(peer, 4)
         entry = self.scope.membership.members[peer].entry
-        relays = await self.service.relays()
-        addresses = _addresses_of(channel, message.addresses, entry.role, relays)
+        addresses = await self._checked(channel, message.addresses, entry.role)
         moved = entry.model_copy(update={"addresses": addresses})
         if moved.address != entry.address:
             moved = moved.model_copy(update={"reachable": not await self._dial_back(moved)})

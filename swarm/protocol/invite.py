@@ -33,9 +33,9 @@ _RUN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 class Invite:
     """An invite to a run.
 
-    ``addresses``: of the coordinator now or in future, the likeliest first. ``key``: its CURVE public key, 32 bytes,
-    the same at all addresses. ``run_hash``: the hash of the run file, 32 bytes. ``token``: what lets its holder in
-    (``invite_token.py``), a secret; empty where the run needs none."""
+    ``addresses``: of the coordinator now or in future, the likeliest first, and of relays that it is reached over.
+    ``key``: its CURVE public key, 32 bytes, the same at all addresses. ``run_hash``: of the run file, 32 bytes.
+    ``token``: what lets its holder in (``invite_token.py``), a secret; empty where the run needs none."""
 
     addresses: tuple[Address, ...]
     run: str
@@ -44,9 +44,11 @@ class Invite:
     token: bytes = field(default=b"", repr=False)
 
     def __str__(self) -> str:
-        where = ",".join(map(str, self.addresses))
+        where = ",".join(str(address) for address in self.addresses if not address.is_relayed)
+        relays = ",".join(str(address) for address in self.addresses if address.is_relayed)
+        via = f"&via={relays}" if relays else ""
         token = f"&t={_encode(self.token)}" if self.token else ""
-        return f"shoal://{where}/{quote(self.run)}?key={_encode(self.key)}&run={_encode(self.run_hash)}{token}"
+        return f"shoal://{where}/{quote(self.run)}?key={_encode(self.key)}&run={_encode(self.run_hash)}{via}{token}"
 
     @classmethod
     def read(cls, text: str) -> Invite:
@@ -62,9 +64,6 @@ class Invite:
         if not mark or scheme.lower() != "shoal":
             raise InviteError(f"an invite begins with shoal://, this one with {scheme[:20]!r}; {_EXPECTED}")
         authority, _, tail = rest.partition("/")
-        addresses = tuple(dict.fromkeys(_parse_address(one) for one in authority.split(",")))
-        if len(addresses) > MAX_ADDRESSES:
-            raise InviteError(f"the invite names {len(addresses)} addresses; at most {MAX_ADDRESSES} are allowed")
         try:
             split = urlsplit(f"/{tail}")
             query = parse_qs(split.query, strict_parsing=bool(split.query))
@@ -74,6 +73,7 @@ class Invite:
         run = split.path.removeprefix("/")
         if not _RUN.fullmatch(run):
             raise InviteError(f"the invite names no run after the port; {_EXPECTED}")
+        addresses = _parse_addresses(authority, query.get("via", [""])[0])
         return cls(addresses, run, _decode("key", query), _decode("run", query), _decode_token(query))
 
 
@@ -119,6 +119,17 @@ def _decode_token(query: Mapping[str, Sequence[str]]) -> bytes:
     if len(value) not in (0, TOKEN_BYTES):
         raise InviteError("the invite's t= is cut off or too long; copy the whole URL and quote it in the shell")
     return value
+
+
+def _parse_addresses(direct: str, relays: str) -> tuple[Address, ...]:
+    """Parse the addresses before the run's name, and those of relays after it. Raises ``InviteError``."""
+    found = [_parse_address(one) for one in direct.split(",")] if direct or not relays else []
+    if relays:
+        found += [_parse_address(one).model_copy(update={"kind": "relayed"}) for one in relays.split(",")]
+    addresses = tuple(dict.fromkeys(found))
+    if len(addresses) > MAX_ADDRESSES:
+        raise InviteError(f"the invite names {len(addresses)} addresses; at most {MAX_ADDRESSES} are allowed")
+    return addresses
 
 
 def _parse_address(text: str) -> Address:

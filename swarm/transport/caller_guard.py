@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from shoal.swarm.protocol.addresses import network_of
 from shoal.swarm.transport.caller_limits import Caller, Callers, MessageLimits, strangers_allowed
+from shoal.swarm.transport.origins import Origins
 from shoal.swarm.transport.sockets import descriptors_allowed, duplicated, inode_of, received_bytes_on, shut_down
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,10 @@ class CallerGuard:
 
     A thread checks the connections' limits; the public methods are for the event loop."""
 
-    def __init__(self, most_message_bytes: int, is_member: Callable[[bytes], bool]) -> None:
-        """``most_message_bytes``: largest message of a member. ``is_member``: whether a transport key is a member's."""
+    def __init__(self, most_message_bytes: int, is_member: Callable[[bytes], bool], origins: Origins) -> None:
+        """``most_message_bytes``: largest message of a member. ``is_member``: whether a transport key is a member's.
+        ``origins``: of connections that local forwarders make."""
+        self.origins = origins
         self.is_member = is_member
         self._limits = MessageLimits(most_message_bytes)
         self._lock = threading.Lock()
@@ -100,10 +103,13 @@ class CallerGuard:
         to_close: list[Caller] = []
         if self._callers.find(routing) is None and not self._callers.has_ended(routing):
             # The thread may not know the connection yet, or may know an earlier one with the same descriptor.
-            if (caller := _caller(descriptor, self.port)) is not None:
+            if (caller := self._caller(descriptor)) is not None:
                 to_close += self._callers.add(caller)
             to_close += self._callers.identify(descriptor, routing, key)
         return self._callers.find(routing), to_close
+
+    def _caller(self, descriptor: int) -> Caller | None:
+        return _caller(descriptor, self.port, self.origins)
 
     def refuses_handshake(self, key: bytes) -> bool:
         """Whether a stranger has sent too much lately to connect again now."""
@@ -150,7 +156,7 @@ class CallerGuard:
         now_s = time.monotonic()
         with self._lock:
             for descriptor in accepted:
-                caller = _caller(descriptor, self.port)
+                caller = self._caller(descriptor)
                 if caller is not None:
                     _shut(self._callers.add(caller))
             if now_s >= self._next_check_s:
@@ -166,7 +172,7 @@ class CallerGuard:
 # libzmq's descriptors --------------------------------------------------------------------------------------
 
 
-def _caller(descriptor: int, port: int) -> Caller | None:
+def _caller(descriptor: int, port: int, origins: Origins) -> Caller | None:
     """The connection of a descriptor to our ``port`` (0: any port); None if it was closed.
 
     The number may belong to another socket of this process by now."""
@@ -176,7 +182,9 @@ def _caller(descriptor: int, port: int) -> Caller | None:
             is_ours = port in (0, socket.getsockname()[1])
     except OSError:
         return None
-    return Caller(descriptor, inode, network_of(host), time.monotonic()) if is_ours and inode is not None else None
+    if not is_ours or inode is None:
+        return None
+    return Caller(descriptor, inode, network_of(origins.of(host)), time.monotonic())
 
 
 def _is_open(caller: Caller) -> bool:

@@ -38,6 +38,8 @@ class Channel:
     remote_host: str = ""
     upload: RateLimit = field(default_factory=RateLimit)
     """Counts what is sent."""
+    is_relayed: bool = False
+    """Whether it was dialed over a relay, which may have no way to the other side at the moment."""
     is_broken: bool = False
     was_connected: bool = False
     is_connected: bool = False

@@ -31,10 +31,11 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerPing, RequestFailed
-from shoal.swarm.protocol.types import Message
+from shoal.swarm.protocol.types import Address, Message
 from shoal.swarm.protocol.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Envelope, decode
 from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel
+from shoal.swarm.transport.origins import Origins
 from shoal.swarm.transport.receive_backlog import ReceiveBacklog
 from shoal.swarm.transport.sockets import CURVE_DOMAIN, PROBES, SILENCE_S, bind, endpoint, tune
 from shoal.swarm.transport.traffic_limits import TrafficLimits
@@ -89,7 +90,9 @@ class ControlPlane:
         self._handlers_of: Counter[bytes] = Counter()
         """Running handlers by key, over all connections of its holder."""
         self._decoding_large = asyncio.Lock()
-        self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False)
+        self.origins = Origins()
+        """Where callers come from that a local forwarder connects."""
+        self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False, self.origins)
         """Guard of the ROUTER; its ``is_member`` is set by the node or the coordinator."""
 
     def handle(self, kind: type[Message], handler: Handler, scope: int = 0) -> None:
@@ -126,10 +129,11 @@ class ControlPlane:
 
     # Calling ----------------------------------------------------------------------------------------------
 
-    def dial(self, host: str, port: int, key: bytes) -> Channel:
+    def dial(self, host: str, port: int, key: bytes, via: Address | None = None) -> Channel:
         """The channel to the holder of ``key`` at an address; it connects and reconnects in the background.
 
-        Raises ``Unreachable`` for an address that is not valid."""
+        ``via``: a relay, where the address is that of a local forwarder (``paths.py``). Raises ``Unreachable`` for an
+        address that is not valid."""
         address = endpoint(host, port)
         known = self._dialed.get((address, key))
         if known is not None:
@@ -149,7 +153,10 @@ class ControlPlane:
             except zmq.ZMQError as error:
                 raise Unreachable(f"cannot connect to {host}:{port}: {error}") from error
             undo.pop_all()
-        channel = Channel(key, f"{host}:{port}", socket, None, host, self._limits.upload)
+        if via is None:
+            channel = Channel(key, f"{host}:{port}", socket, None, host, self._limits.upload)
+        else:
+            channel = Channel(key, f"the relay {via}", socket, None, via.host, self._limits.upload, is_relayed=True)
         self._dialed[address, key] = channel
         self._tasks.create_task(self._watch_connection(channel, monitor, address))
         self._tasks.create_task(self._receive_dialed(channel))
@@ -169,6 +176,10 @@ class ControlPlane:
     def channels(self) -> list[Channel]:
         """All channels, dialed and incoming."""
         return [*self._dialed.values(), *self._incoming.values()]
+
+    def dialed_over_relay(self, key: bytes) -> Channel | None:
+        """The channel to the holder of ``key`` that was dialed over a relay, if any."""
+        return next((one for one in self._dialed.values() if one.remote_key == key and one.is_relayed), None)
 
     def incoming(self, key: bytes) -> Channel | None:
         """The newest incoming channel of the holder of ``key``, if any."""
@@ -247,7 +258,8 @@ class ControlPlane:
         """Handle a caller's message; returns whether the guard allowed it."""
         frame = frames[0]
         self._limits.download.count_control(sum(map(len, frames)))
-        key, host = bytes.fromhex(str(frame.get("User-Id"))), str(frame.get("Peer-Address"))
+        key = bytes.fromhex(str(frame.get("User-Id")))
+        host = self.origins.of(str(frame.get("Peer-Address")))
         size = len(frame) if len(frames) == 1 else _UNBOUNDED  # Shoal sends no messages of several frames
         if not self.guard.allows(int(frame.get(zmq.SRCFD)), routing, key, host, size):
             return False
@@ -406,6 +418,9 @@ class ControlPlane:
                         channel.note_trouble(refused)
                     else:
                         self._close(channel, refused)
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and channel.is_relayed:
+                    # The relay may not have reached it, or it does not hold the key (any more).
+                    channel.note_trouble(Unreachable(f"it does not answer over {channel.label}"))
                 elif event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
                     failures += 1
                     # A server that had the key before is probably restarting behind a proxy that accepts for it.

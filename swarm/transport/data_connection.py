@@ -15,6 +15,7 @@ from shoal.swarm.transport.frame_crypto import HEADER_BYTES, TAG_BYTES
 from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 if TYPE_CHECKING:
+    from shoal.swarm.protocol.types import PathKind
     from shoal.swarm.transport.link import Frame, Link
     from shoal.swarm.transport.shared_memory import RingReader
 
@@ -45,11 +46,19 @@ class DataConnection:
     """A non-blocking data socket with the frame being received and the frame being sent."""
 
     def __init__(
-        self, socket: sockets.socket, link: Link | None, since_s: float, limits: TrafficLimits | None = None
+        self,
+        socket: sockets.socket,
+        link: Link | None,
+        since_s: float,
+        limits: TrafficLimits | None = None,
+        path: PathKind = "direct",
+        host: str = "",
     ) -> None:
         """``link``: None until the other side has shown to which link the connection belongs. ``limits``: of the whole
-        process; None for none."""
+        process; None for none. ``host``: of the other end, where a relay is between."""
         self.socket = socket
+        self.path = path
+        self.host = host
         limits = limits or TrafficLimits()
         self._upload, self._download = limits.upload, limits.download
         self.link = link

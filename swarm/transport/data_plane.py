@@ -35,7 +35,7 @@ from shoal.swarm.protocol.messages import (
     PeerToPeerOpenStream,
     PeerToPeerStreamEnded,
 )
-from shoal.swarm.protocol.types import Blob, Message
+from shoal.swarm.protocol.types import Blob, Message, PathKind
 from shoal.swarm.protocol.wire import Envelope, decode, encode
 from shoal.swarm.transport.download_quota import DownloadQuota, Reader
 from shoal.swarm.transport.frame_crypto import SealedLink, preferred_cipher
@@ -51,7 +51,7 @@ from shoal.swarm.transport.link import (
     OutgoingStream,
 )
 from shoal.swarm.transport.shared_memory import OfferedMemory, open_shared
-from shoal.swarm.transport.sockets import connect, is_on_this_machine, listen
+from shoal.swarm.transport.sockets import is_on_this_machine, listen
 from shoal.swarm.transport.source import ChunkSource, DownloadSource, reading
 from shoal.swarm.transport.traffic_limits import TrafficLimits
 from shoal.swarm.transport.traffic_meter import TrafficMeter
@@ -61,6 +61,8 @@ log = logging.getLogger(__name__)
 _PUBLISH_WAIT_S = 0.5
 _MAX_REASON = 500
 """Characters of the reason for which a stream ended."""
+
+Dial = Callable[[], Awaitable[sockets.socket]]
 
 _URGENT = ("contribution", "partial", "activation", "gradient")
 """Kinds of blobs that a reduction or a stage waits for."""
@@ -128,38 +130,43 @@ class DataPlane:
     async def open_link(
         self,
         remote_key: bytes,
-        address: tuple[str, int],
+        dial: Dial,
         agree: Callable[[PeerToPeerOpenLink], Awaitable[PeerToPeerLinkOpened]],
+        path: PathKind = "direct",
     ) -> Link:
         """Agree on keys through ``agree`` (a request over the control channel), then attach data connections.
 
-        Raises ``Unreachable``, and what ``agree`` raises."""
+        ``dial``: opens a connection to the other side. A punched one is beside the link over a relay, which others
+        of its streams go on using. Raises ``Unreachable``, and what ``agree`` raises."""
         name = secrets.token_bytes(8)
-        ask = PeerToPeerOpenLink(link=name, secret=secrets.token_bytes(32), cipher=preferred_cipher())
+        is_punched = path == "punched"
+        ask = PeerToPeerOpenLink(
+            link=name, secret=secrets.token_bytes(32), cipher=preferred_cipher(), is_beside=is_punched
+        )
         answer = await agree(ask)
         sealed = SealedLink(name, ask.secret + answer.secret, answer.cipher, opener=True)
-        connections = await self._connect(address)
+        connections = await self._connect(dial, 1 if is_punched else self.connections_per_link)
         if name in self._links:  # the other side knew the name already, and opened a link of that name towards us
             for socket in connections:
                 socket.close()
             raise LinkClosed("the other side opened another link of the same name")
-        link = self._links[name] = Link(sealed, remote_key, is_ours=True)
+        link = self._links[name] = Link(sealed, remote_key, is_ours=True, path=path)
         for socket in connections:
             self._io_thread.attach(link, socket)
         link.attached.set()
-        if is_on_this_machine(connections[0]) and not self.limits.are_set:
+        if path == "direct" and is_on_this_machine(connections[0]) and not self.limits.are_set:
             self._offer_memory(link)
         return link
 
-    async def _connect(self, address: tuple[str, int]) -> list[sockets.socket]:
+    async def _connect(self, dial: Dial, number: int) -> list[sockets.socket]:
         opened: list[sockets.socket] = []
 
         async def one() -> None:
-            opened.append(await connect(*address))
+            opened.append(await dial())
 
         try:
             async with task_scope() as tasks:
-                for _ in range(min(self.connections_per_link, MAX_CONNECTIONS_PER_LINK)):
+                for _ in range(min(number, MAX_CONNECTIONS_PER_LINK)):
                     tasks.create_task(one())
         except BaseException:
             for socket in opened:
@@ -173,18 +180,19 @@ class DataPlane:
         secret = secrets.token_bytes(32)
         if ask.link in self._links:
             raise WireError("a link of that name exists already")
-        for link in self.links_with(remote_key):
-            if not link.is_ours:
-                self.close_link(link)  # whoever opens a new link has given up the previous one
+        earlier = [link for link in self._links.values() if link.remote_key == remote_key and not link.is_ours]
+        # Whoever opens a new link has given up the previous ones, unless it has found a better path beside the last.
+        for link in earlier[:-1] if ask.is_beside else earlier:
+            self.close_link(link)
         sealed = SealedLink(ask.link, ask.secret + secret, cipher, opener=False)
         self._links[ask.link] = Link(sealed, remote_key, is_ours=False)
         return PeerToPeerLinkOpened(secret=secret, cipher=cipher)
 
     def links_with(self, remote_key: bytes) -> list[Link]:
-        """Links with the holder of a key. The first is the one that both ends prefer, as on a shared connection the
-        traffic of one direction carries the acknowledgements of the other."""
+        """Links with the holder of a key. The first is the one that both ends prefer: a direct one, and the same, as on
+        a shared connection the traffic of one direction carries the acknowledgements of the other."""
         links = [link for link in self._links.values() if link.remote_key == remote_key]
-        return sorted(links, key=lambda link: link.sealed.link)
+        return sorted(links, key=lambda link: (link.path == "relayed", link.sealed.link))
 
     def close_link(self, link: Link) -> None:
         """Forget a link's keys and end its streams; receivers resume on another link."""
@@ -192,6 +200,14 @@ class DataPlane:
             del self._links[link.sealed.link]
         link.close()
         self._io_thread.close(link)
+
+    def accept(self, socket: sockets.socket, host: str, path: PathKind) -> None:
+        """Take over a connection that another member has opened, at ``host``, and that is not one of our port."""
+        self._io_thread.accept(socket, host, path)
+
+    def all_links(self) -> list[Link]:
+        """All links, with whomever."""
+        return list(self._links.values())
 
     # Shared memory between processes of one machine -----------------------------------------------------------
 
@@ -213,7 +229,9 @@ class DataPlane:
         try:
             if self.limits.are_set:
                 raise LinkError("traffic is limited here, and what lies in memory would not count")
-            if not connections or not all(is_on_this_machine(one.socket) for one in connections):
+            if not connections or not all(
+                one.path == "direct" and is_on_this_machine(one.socket) for one in connections
+            ):
                 raise LinkError("the other end is on another machine")
             link.memory = open_shared(offer.process, offer.descriptor, offer.token)
         except LinkError as error:

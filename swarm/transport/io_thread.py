@@ -23,6 +23,7 @@ from functools import partial
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.addresses import network_of
+from shoal.swarm.protocol.types import PathKind
 from shoal.swarm.transport.caller_limits import StrangerPlaces, strangers_allowed
 from shoal.swarm.transport.data_connection import (
     MAX_CHUNK_BYTES,
@@ -164,6 +165,10 @@ class IoThread:
         """Accept connections of links that other members open."""
         listener.setblocking(False)
         self._post(lambda: self._listen(listener))
+
+    def accept(self, socket: sockets.socket, host: str, path: PathKind) -> None:
+        """Take over a connection of a link that another member opens, made elsewhere; ``host``: from where."""
+        self._post(lambda: self._add_caller(socket, (host, 0), path))
 
     def attach(self, link: Link, socket: sockets.socket) -> None:
         """Add a connection to a link that we opened; its first frame names the link."""
@@ -373,8 +378,9 @@ class IoThread:
         if self._listener is not None:
             self._listen(self._listener)
 
-    def _add_caller(self, socket: sockets.socket, address: tuple[str, int]) -> None:
-        connection = DataConnection(socket, None, time.monotonic(), self._limits)
+    def _add_caller(self, socket: sockets.socket, address: tuple[str, int], path: PathKind = "direct") -> None:
+        host = "" if path == "direct" else address[0]
+        connection = DataConnection(socket, None, time.monotonic(), self._limits, path, host)
         try:
             self._tune(socket)
             self._selector.register(socket, selectors.EVENT_READ, connection)
@@ -403,7 +409,7 @@ class IoThread:
     def _attach(self, link: Link, socket: sockets.socket) -> None:
         try:
             self._tune(socket)
-            connection = DataConnection(socket, link, time.monotonic(), self._limits)
+            connection = DataConnection(socket, link, time.monotonic(), self._limits, link.path)
             connection.seal(link, Frame(0, 0, memoryview(b""), kind=HELLO))
         except OSError as error:
             socket.close()
@@ -455,7 +461,7 @@ class IoThread:
             raise WireError(f"more than {MAX_CONNECTIONS_PER_LINK} connections for one link")
         link.sealed.open(header_bytes, body, memoryview(bytearray(0)))
         self._strangers.remove(connection)
-        connection.link = link
+        connection.link, link.path = link, connection.path
         link.connections.append(connection)
         self._call_on_loop(link.attached.set)
         self._write(connection)

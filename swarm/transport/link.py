@@ -16,6 +16,7 @@ from shoal.swarm.errors import LinkClosed, LinkError, ShoalError, WireError
 from shoal.swarm.transport.frame_crypto import CHUNK, SealedLink
 
 if TYPE_CHECKING:
+    from shoal.swarm.protocol.types import PathKind
     from shoal.swarm.transport.data_connection import DataConnection
     from shoal.swarm.transport.shared_memory import OfferedMemory, SharedMemory
 
@@ -226,6 +227,7 @@ class Link:
     remote_key: bytes
     is_ours: bool
     """Whether this side opened it."""
+    path: PathKind = "direct"
     attached: asyncio.Event = field(default_factory=asyncio.Event)
     incoming: dict[int, IncomingStream] = field(default_factory=dict)
     outgoing: dict[int, OutgoingStream] = field(default_factory=dict)
@@ -247,6 +249,8 @@ class Link:
     def remote_host(self) -> str:
         """Address of the other end; empty where no connection is left."""
         for connection in list(self.connections):
+            if connection.host:
+                return connection.host
             with suppress(OSError):
                 return str(connection.socket.getpeername()[0])
         return ""
@@ -289,6 +293,11 @@ class Link:
         stream = self.outgoing.pop(number, None)
         if stream is not None:
             stream.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no stream uses the link."""
+        return not self.incoming and not self.outgoing
 
     def close(self) -> None:
         """End all streams."""

@@ -1,16 +1,19 @@
 """A member's end of the network: the control and the data plane together, addressed by peer id.
 
 ``Endpoint`` is the interface that averaging uses; ``Node`` implements it on real sockets. ``ScopedEndpoint`` restricts
-an endpoint to one scope. Only ``Node.fetch`` opens broken links again; all other code treats its errors as final.
+an endpoint to one scope. Which path leads to a member is chosen here: its address if it can be dialed, a connection
+that it has made, being dialed by it, a relay. Only ``Node.fetch`` opens broken links again; all other code treats its
+errors as final.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket as sockets
 import statistics
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Protocol, TypeVar
@@ -32,14 +35,17 @@ from shoal.swarm.errors import (
 from shoal.swarm.protocol.addresses import join_host_port, network_of
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerLinkOpened, PeerToPeerOpenLink, PeerToPeerPing, PeerToPeerPong
-from shoal.swarm.protocol.types import Blob, Message, RosterEntry
+from shoal.swarm.protocol.types import MAX_PATHS, Blob, Message, PathKind, PathReport, RosterEntry
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.data_plane import DataPlane
 from shoal.swarm.transport.download_quota import Reader
 from shoal.swarm.transport.link import ChunkSink, Link
 from shoal.swarm.transport.pacing import merge_shares
+from shoal.swarm.transport.paths import RelayPaths, punch
+from shoal.swarm.transport.relay_client import RelayedSocket
 from shoal.swarm.transport.roster import Rosters
+from shoal.swarm.transport.sockets import connect, own_end
 from shoal.swarm.transport.source import ChunkSource
 from shoal.swarm.transport.traffic_limits import TrafficLimits
 from shoal.swarm.transport.traffic_meter import TrafficMeter
@@ -49,7 +55,16 @@ from shoal.swarm.transport.zap_auth import Admit, ZapAuthenticator
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+Agree = Callable[[PeerToPeerOpenLink], Awaitable[PeerToPeerLinkOpened]]
 
+_LOOPBACK = "127.0.0.1"
+_REVERSAL_S, _LOOK_S = 2.0, 0.02
+"""Time for a member to dial this one after it was asked to, before the next path is tried."""
+
+_DIAL_BACK_S, _MAX_DIALS = 5.0, 64
+_DRAIN_S = 0.5
+_BEST_LAST: tuple[PathKind, ...] = ("relayed", "punched", "reversed", "direct")
 _ATTEMPTS = 3
 _RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
@@ -75,9 +90,14 @@ class Endpoint(Protocol):
 class Node:
     """The endpoint on real sockets; create it with ``Node.open``."""
 
-    def __init__(self, control: ControlPlane, data: DataPlane) -> None:
+    def __init__(self, control: ControlPlane, data: DataPlane, tasks: asyncio.TaskGroup) -> None:
         self.control = control
+        self.relays = RelayPaths(tasks, control.origins, data.accept)
+        self.request_dial: Callable[[str], Awaitable[None]] | None = None
+        """Asks the coordinator that a member dials this one; None while this one cannot be dialed."""
         self._data = data
+        self._tasks = tasks
+        self._dialing_back: set[str] = set()
         self._rosters = Rosters()
         self.control.guard.is_member = self.knows_key
         data.reader_of = self._reader
@@ -110,16 +130,18 @@ class Node:
         try:
             async with asyncio.TaskGroup() as tasks:
                 data = DataPlane(tasks, limits)
-                node = cls(ControlPlane(context, keys, tasks, limits), data)
+                node = cls(ControlPlane(context, keys, tasks, limits), data, tasks)
                 authenticator = ZapAuthenticator(context, tasks, admit, node.control.guard)
                 try:
                     handle_peers(node.control, data, node.may_open_links)
                     authenticator.start()
                     node.control_port = node.control.start(host, ports[0])
+                    node.relays.listens_at = (own_end(host), node.control_port)
                     data.start()
                     node.data_port = 0 if ports[1] is None else data.bind(host, ports[1])
                     yield node
                 finally:
+                    node.relays.stop()
                     node.control.stop()
                     data.stop()
                     authenticator.stop()
@@ -167,6 +189,7 @@ class Node:
     def _disconnect(self, keys: set[bytes]) -> None:
         for key in keys:
             self.control.forget(key)
+            self.relays.forget(key)
             for link in self._data.links_with(key):
                 self._data.close_link(link)
         locks = self._link_locks.items()
@@ -258,7 +281,7 @@ class Node:
     async def _attempt(
         self, peer: str, blob: Blob, chunks: range, sink: ChunkSink, wait_s: float
     ) -> AsyncGenerator[int, None]:
-        entry, channel = self._channel_to(peer, blob.scope)
+        entry, channel = await self._channel_to(peer, blob.scope, wait_s)
         link = await self._link(entry, channel, wait_s)
         number, incoming = self._data.open_stream(link, blob, chunks, sink)
         finished = False
@@ -284,7 +307,7 @@ class Node:
 
     def _close_silent_link(self, entry: RosterEntry, link: Link, silent_s: float) -> None:
         """Close a link over which no frame came at all, if this side can open another one."""
-        if (link.is_ours or entry.reachable) and time.monotonic() - link.last_frame_s >= silent_s:
+        if (link.is_ours or entry.can_be_met) and time.monotonic() - link.last_frame_s >= silent_s:
             self._data.close_link(link)
 
     async def try_both_ports(self, entry: RosterEntry, wait_s: float) -> str:
@@ -306,7 +329,7 @@ class Node:
             agree = partial(channel.request, reply=PeerToPeerLinkOpened, deadline_s=wait_s)
             try:
                 async with asyncio.timeout(wait_s):
-                    link = await self._data.open_link(key, (host, data_port), agree)
+                    link = await self._data.open_link(key, lambda: connect(host, data_port), agree)
                     await self._await_frame(link, wait_s)
             except (LinkError, TimeoutError):
                 where = join_host_port(host, data_port)
@@ -337,22 +360,31 @@ class Node:
 
     async def ask(self, peer: str, message: Message, reply: type[M], wait_s: float, scope: int = 0) -> M:
         """Send a request to a member. Raises ``MemberGone``, ``Unreachable``, and other ``LinkError``s."""
-        _, channel = self._channel_to(peer, scope)
+        _, channel = await self._channel_to(peer, scope, wait_s)
         return await _request(channel, message, reply, wait_s, scope)
 
-    def _channel_to(self, peer: str, scope: int) -> tuple[RosterEntry, Channel]:
+    # Paths ------------------------------------------------------------------------------------------------
+
+    async def _channel_to(self, peer: str, scope: int, wait_s: float) -> tuple[RosterEntry, Channel]:
+        """The channel to a member, over the best path there is. Raises ``MemberGone``, ``Unreachable``."""
         entry = self._rosters.entry(peer, scope)
         if entry is None:
             raise MemberGone(f"{peer} is not a member of the run, or has left it")
+        key = entry.certificate.curve_key
         if entry.reachable:
-            return entry, self.control.dial(entry.address.host, entry.address.control_port, entry.certificate.curve_key)
-        channel = self.control.incoming(entry.certificate.curve_key)
+            return entry, self.control.dial(entry.address.host, entry.address.control_port, key)
+        channel = self.control.incoming(key) or self.control.dialed_over_relay(key)
+        if channel is None and await self._ask_to_be_dialed(entry):
+            channel = await self._soon(lambda: self.control.incoming(key), wait_s)
+        if channel is None and entry.relays:
+            port = self.relays.forwarder_to(key, entry.relays)
+            channel = self.control.dial(_LOOPBACK, port, key, via=entry.relays[0])
         if channel is None:
             raise Unreachable(f"{peer} cannot be reached from outside and has not connected to this machine yet")
         return entry, channel
 
     async def _link(self, entry: RosterEntry, channel: Channel, wait_s: float) -> Link:
-        """The link with a peer; opened when there is none and the peer can be reached."""
+        """The link with a peer; opened when there is none, over the best path there is."""
 
         is_agreed = False
 
@@ -363,21 +395,123 @@ class Node:
             is_agreed = True
             return answer
 
+        key = channel.remote_key
         try:
             # One at a time, otherwise streams that start together would each open a link.
             async with asyncio.timeout(wait_s), self._link_locks.setdefault(entry.peer, asyncio.Lock()):
-                for link in self._data.links_with(channel.remote_key):
-                    if link.attached.is_set():
+                if (link := self._attached_link(key)) is not None:
+                    return link
+                if entry.reachable:
+                    host, port = entry.address.host, entry.address.data_port
+                    assert port is not None, "members have one"
+                    return await self._data.open_link(key, lambda: connect(host, port), agree)
+                if await self._ask_to_be_dialed(entry):
+                    link = await self._soon(lambda: self._attached_link(key), wait_s)
+                    if link is not None:
                         return link
-                if not entry.reachable:
-                    raise Unreachable(f"{entry.peer} cannot be reached from outside and has not opened a link yet")
-                host, port = entry.address.host, entry.address.data_port
-                assert port is not None, "members have one"
-                return await self._data.open_link(channel.remote_key, (host, port), agree)
+                if entry.relays:
+                    return await self._relayed_link(entry, agree)
+                raise Unreachable(f"{entry.peer} cannot be reached from outside and has not opened a link yet")
         except TimeoutError as error:
             if is_agreed:
                 raise Unreachable(f"nothing answers at the data port of {entry.peer}") from error
             raise channel.diagnosis(wait_s) from error
+
+    def _attached_link(self, key: bytes) -> Link | None:
+        return next((link for link in self._data.links_with(key) if link.attached.is_set()), None)
+
+    async def _soon(self, look: Callable[[], T | None], wait_s: float) -> T | None:
+        """What is looked for, as soon as it is there, or None after a part of the time."""
+        give_up_s = time.monotonic() + min(_REVERSAL_S, wait_s / 2)
+        while True:
+            found = look()
+            if found is not None or time.monotonic() >= give_up_s:
+                return found
+            await asyncio.sleep(_LOOK_S)
+
+    async def _ask_to_be_dialed(self, entry: RosterEntry) -> bool:
+        """Ask a member that cannot be dialed to dial this one; returns whether it was asked."""
+        if self.request_dial is None:
+            return False
+        try:
+            await self.request_dial(entry.peer)
+        except LinkError as error:
+            log.debug("%s could not be asked to dial this machine: %s", entry.peer, error)
+            return False
+        return True
+
+    def dial_back(self, peer: str) -> None:
+        """Open a link to a member that asks for that, if it can be dialed."""
+        entry = self._rosters.entry(peer, 0)
+        if entry is None or not entry.reachable or peer in self._dialing_back or len(self._dialing_back) >= _MAX_DIALS:
+            return
+        self._dialing_back.add(peer)
+        self._tasks.create_task(self._dial_back(entry))
+
+    async def _dial_back(self, entry: RosterEntry) -> None:
+        try:
+            _, channel = await self._channel_to(entry.peer, 0, _DIAL_BACK_S)
+            await channel.connected(_DIAL_BACK_S)
+            await self._link(entry, channel, _DIAL_BACK_S)
+        except LinkError as error:
+            log.debug("could not dial %s, which has asked for it: %s", entry.peer, error)
+        finally:
+            self._dialing_back.discard(entry.peer)
+
+    async def _relayed_link(self, entry: RosterEntry, agree: Agree) -> Link:
+        """Open a link over a relay, and from then on try for a direct one."""
+        key, over = entry.certificate.curve_key, list[RelayedSocket]()
+
+        async def dial() -> sockets.socket:
+            over.append(await self.relays.call(key, entry.relays, "data"))
+            return over[-1].socket
+
+        link = await self._data.open_link(key, dial, agree, path="relayed")
+        if self.relays.punches:
+            self._tasks.create_task(self._improve(link, entry, over[0], agree))
+        return link
+
+    async def _improve(self, relayed: Link, entry: RosterEntry, over: RelayedSocket, agree: Agree) -> None:
+        """Punch through the walls between; new streams then use the direct link, and the relayed one ends when idle."""
+        socket = await punch(over)
+        if socket is None:
+            log.debug("no direct path to %s: the relayed one stays", entry.peer)
+            return
+
+        async def dial() -> sockets.socket:
+            return socket
+
+        try:
+            async with asyncio.timeout(_DIAL_BACK_S):
+                await self._data.open_link(entry.certificate.curve_key, dial, agree, path="punched")
+        except (LinkError, TimeoutError) as error:
+            log.debug("the direct path to %s was not taken: %s", entry.peer, error)
+            socket.close()
+            return
+        log.info("connected to %s directly, through the walls between", entry.peer)
+        while True:
+            await asyncio.sleep(_DRAIN_S)
+            if relayed.is_idle or relayed not in self._data.all_links():
+                break
+        self._data.close_link(relayed)
+
+    def path_reports(self) -> tuple[PathReport, ...]:
+        """The paths to other members, those that are not direct first, as many as a message has room for."""
+        reports: dict[str, PathReport] = {}
+        for link in self._data.all_links():
+            peer = self.peer_with(link.remote_key)
+            if peer is None or not link.attached.is_set() or self._attached_link(link.remote_key) is not link:
+                continue
+            entry = self._rosters.entry(peer, 0)
+            is_reversed = link.path == "direct" and entry is not None and not entry.reachable
+            reports[peer] = PathReport(
+                peer=peer, kind="reversed" if is_reversed else link.path, rtt_s=self._trip_s(link.remote_key)
+            )
+        return tuple(sorted(reports.values(), key=lambda one: _BEST_LAST.index(one.kind)))[:MAX_PATHS]
+
+    def _trip_s(self, key: bytes) -> float:
+        trips_s = [one.round_trip_s for one in self.control.channels if one.remote_key == key]
+        return min((trip_s for trip_s in trips_s if trip_s is not None), default=0.0)
 
 
 class _Ended(Exception):

@@ -96,6 +96,11 @@ async def all_addresses(host: str, port: int, limit_s: float) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
+def own_end(bind: str) -> str:
+    """The host at which processes of this machine reach a listener on ``bind``."""
+    return {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(bind, bind)
+
+
 def descriptors_allowed() -> int:
     """The process's limit of open files and sockets."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -125,6 +130,19 @@ def tune_stream(socket: sockets.socket) -> None:
 def limit_receive_buffer(socket: sockets.socket, size_bytes: int) -> None:
     """Limit what a connection receives ahead of its reader. Raises ``OSError``."""
     socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, size_bytes)
+
+
+def tune_relayed(socket: sockets.socket) -> None:
+    """Set options of a connection to or of a relay, or between a local forwarder and libzmq."""
+    socket.setblocking(False)
+    socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
+    if _IS_LINUX:
+        idle_s = int(SILENCE_S / PROBES)
+        socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, idle_s)
+        socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, idle_s)
+        socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, PROBES - 1)
+        socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, int(1000 * SILENCE_S))
 
 
 def is_on_this_machine(socket: sockets.socket) -> bool:
@@ -238,8 +256,14 @@ def renew_model(socket: sockets.socket) -> None:
                     socket.setsockopt(sockets.IPPROTO_TCP, _CONGESTION_CONTROL, other)
 
 
-async def connect(host: str, port: int) -> sockets.socket:
-    """Connect a non-blocking TCP socket. Raises ``Unreachable``; sets no deadline."""
+async def connect(
+    host: str, port: int, *, from_port: int | None = None, from_host: str = "", what: str = "a data connection"
+) -> sockets.socket:
+    """Connect a non-blocking TCP socket. Raises ``Unreachable``; sets no deadline.
+
+    ``from_port``: the port to connect from, 0 for any, which later connections may share: a NAT gives all of them the
+    same public port, so whoever has seen that of one connection knows where to dial. ``from_host``: the local address;
+    ``what``: for the error."""
     loop = asyncio.get_running_loop()
     trouble: Exception = OSError("the host has no address")
     try:
@@ -248,6 +272,11 @@ async def connect(host: str, port: int) -> sockets.socket:
             socket = sockets.socket(family, kind, protocol)
             try:
                 socket.setblocking(False)
+                if from_port is not None:
+                    share_port(socket)
+                if from_port is not None or from_host:
+                    own_host = from_host or ("::" if family == sockets.AF_INET6 else "0.0.0.0")
+                    socket.bind((own_host, from_port or 0))
                 await loop.sock_connect(socket, address)
             except OSError as error:
                 socket.close()
@@ -259,4 +288,11 @@ async def connect(host: str, port: int) -> sockets.socket:
                 return socket
     except (OSError, UnicodeError) as error:
         trouble = error
-    raise Unreachable(f"cannot open a data connection to {host}:{port}: {trouble}") from trouble
+    raise Unreachable(f"cannot open {what} to {host}:{port}: {trouble}") from trouble
+
+
+def share_port(socket: sockets.socket) -> None:
+    """Allow a socket to be bound to a port that other sockets of this process use."""
+    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+    if hasattr(sockets, "SO_REUSEPORT"):
+        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEPORT, 1)

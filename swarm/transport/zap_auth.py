@@ -54,9 +54,12 @@ class ZapAuthenticator:
             frames = await self._socket.recv_multipart()
             match frames[4], frames[7:]:
                 case (domain, [b"CURVE", key]) if domain == CURVE_DOMAIN:
-                    await self._admit_or_refuse(frames, key, network_of(frames[5].decode("ascii", "replace")))
+                    await self._admit_or_refuse(frames, key, self._network_of(frames[5]))
                 case _:
                     await self._reply(frames, b"")
+
+    def _network_of(self, address: bytes) -> str:
+        return network_of(self._guard.origins.of(address.decode("ascii", "replace")))
 
     async def _admit_or_refuse(self, frames: list[bytes], key: bytes, network: str) -> None:
         """Refuse strangers that are too many or sent too much; members never wait because of strangers."""

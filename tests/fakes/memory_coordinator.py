@@ -337,6 +337,7 @@ class MemoryNode:
 
     control_port = data_port = 1
     host_key = b""
+    relays = None
 
     def __init__(self, channel: MemoryChannel, endpoint: MemoryEndpoint) -> None:
         self.unmet = UnmetPeers()

@@ -15,13 +15,14 @@ from tests.fakes.processes import ProcessLoop, context_of, current_process
 from shoal.swarm.errors import LinkError, NotAdmitted, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
-from shoal.swarm.protocol.types import Blob, Message, RosterEntry
+from shoal.swarm.protocol.types import Address, Blob, Message, RosterEntry
 from shoal.swarm.protocol.wire import MAX_REQUEST_BYTES, Envelope, decode, encode
 from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Node
+from shoal.swarm.transport.origins import Origins
 from shoal.swarm.transport.receive_backlog import ReceiveBacklog
 from shoal.swarm.transport.source import ChunkSource
 from shoal.swarm.transport.traffic_limits import TrafficLimits
@@ -124,7 +125,8 @@ class _Plane(ControlPlane):
         self._dialed = {}
         self._running_handlers = 0
         self._handlers_of = Counter()
-        self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False)
+        self.origins = Origins()
+        self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False, self.origins)
         self._backlog = ReceiveBacklog()
 
     def take(self, line: _Line, data: bytes) -> None:
@@ -133,7 +135,7 @@ class _Plane(ControlPlane):
             watch(line.other.plane.process if line.other else "", self.process, envelope)
         self._tasks.create_task(self._dispatch(line, memoryview(data)))
 
-    def dial(self, host: str, port: int, key: bytes) -> Channel:
+    def dial(self, host: str, port: int, key: bytes, via: Address | None = None) -> Channel:
         known = self._dialed.get((f"{host}:{port}", key))
         if known is not None:
             return known
@@ -214,6 +216,12 @@ class _Bulk:
     def links_with(self, key: bytes) -> tuple[()]:
         return ()
 
+    def all_links(self) -> tuple[()]:
+        return ()
+
+    def accept(self, socket: object, host: str, path: str) -> None:
+        raise AssertionError("there are no relays here")
+
 
 class MemoryNode(Node):
     def __init__(self, nodes: MemoryNodes, keys: CurveKeys, tasks: asyncio.TaskGroup, admit: Admit, port: int) -> None:
@@ -222,7 +230,7 @@ class MemoryNode(Node):
         self.admit = admit
         self._nodes = nodes
         self._endpoint = nodes.chunks.endpoint(self.process)
-        super().__init__(self.plane, _Bulk(self._endpoint, TrafficMeter()))  # type: ignore[arg-type]
+        super().__init__(self.plane, _Bulk(self._endpoint, TrafficMeter()), tasks)  # type: ignore[arg-type]
         self.control_port = self.data_port = port
         self.plane.handle(PeerToPeerPing, _pong)
 
@@ -247,7 +255,7 @@ class MemoryNode(Node):
     async def fetch(
         self, peer: str, blob: Blob, chunks: range, sink: ChunkSink, progress_s: float
     ) -> AsyncGenerator[int, None]:
-        entry, _ = self._channel_to(peer, blob.scope)
+        entry, _ = await self._channel_to(peer, blob.scope, progress_s)
         there = self._nodes.with_key(entry.certificate.curve_key)
         if there is None:
             raise Unreachable(f"nothing answers at {peer}")

@@ -77,6 +77,7 @@ class Member:
         self.keys = CurveKeys.fresh()
         self.ports = (0, 0)
         self.reachable = True
+        self.relays: tuple[Address, ...] = ()
         self.allowed: set[bytes] = set()
         self.node: Node
         self.stack = AsyncExitStack()
@@ -104,7 +105,7 @@ class Member:
             certificate=self.identity.certify(self.keys),
             name="x",
             role="trainer",
-            addresses=(Address(host=HOST, control_port=self.ports[0], data_port=self.ports[1]),),
+            addresses=(Address(host=HOST, control_port=self.ports[0], data_port=self.ports[1]), *self.relays),
             reachable=self.reachable,
         )
 

@@ -186,7 +186,7 @@ def trouble(*names: str) -> LinkError:
                 for host, name in zip((HOST, "localhost"), names, strict=False)
             )
             connector = CoordinatorConnector(
-                caller.node.control, Invite(addresses, "run", CurveKeys.fresh().public, bytes(32))
+                caller.node.control, caller.node.relays, Invite(addresses, "run", CurveKeys.fresh().public, bytes(32))
             )
             with pytest.raises(LinkError) as refused:
                 await connector.request_anywhere(PeerToPeerPing(), PeerToPeerPong, 2.0, 2.0)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.swarm.coordinator.world import CPU, entry
 
-from shoal.swarm.coordinator.events import MemberJoined, MemberLost
+from shoal.swarm.coordinator.events import MemberJoined, MemberLost, MemberMoved
 from shoal.swarm.coordinator.membership import _LOGGED_CHANGES, Membership
-from shoal.swarm.protocol.types import RosterEntry
+from shoal.swarm.protocol.types import Address, RosterEntry
 
 
 class Reader:
@@ -42,7 +42,7 @@ def join(members: Membership, number: int, key: int = 0, role: str = "trainer") 
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["join", "observe", "lose", "a", "b", "a late"]), st.integers(0, 6))))
+@given(st.lists(st.tuples(st.sampled_from(["join", "observe", "move", "lose", "a", "b", "a late"]), st.integers(0, 6))))
 def test_any_version_becomes_the_newest(steps: list[tuple[str, int]]) -> None:
     members, readers = Membership(roster_version=1000), {"a": Reader(), "b": Reader()}
     earlier = 0
@@ -52,6 +52,10 @@ def test_any_version_becomes_the_newest(steps: list[tuple[str, int]]) -> None:
             join(members, number, key)
         elif what == "observe":
             join(members, number + 10, key, "observer")
+        elif what == "move" and member is not None and member.alive:
+            relay = Address(kind="relayed", host="10.0.0.9", control_port=key + 1, relay_key=bytes(32))
+            ways = (member.entry.address, relay)
+            members.move(MemberMoved(peer=member.entry.peer, addresses=ways, reachable=False))
         elif what == "lose" and member is not None and member.alive:
             members.lose(MemberLost(peer=entry(number).peer, reason="silent"))
         elif what == "a late":  # news for a version that it had some time ago

@@ -7,6 +7,7 @@ import socket
 from tests.swarm.network import HOST
 
 from shoal.swarm.transport.caller_guard import _caller
+from shoal.swarm.transport.origins import Origins
 
 
 def test_sockets_of_other_ports_are_no_callers() -> None:
@@ -20,6 +21,6 @@ def test_sockets_of_other_ports_are_no_callers() -> None:
         other.accept()[0] as elsewhere,
     ):
         port = ours.getsockname()[1]
-        assert _caller(called.fileno(), port) is not None
-        assert _caller(elsewhere.fileno(), port) is None
-        assert _caller(elsewhere.fileno(), 0) is not None, "while the port is not known"
+        assert _caller(called.fileno(), port, Origins()) is not None
+        assert _caller(elsewhere.fileno(), port, Origins()) is None
+        assert _caller(elsewhere.fileno(), 0, Origins()) is not None, "while the port is not known"

@@ -52,6 +52,7 @@ from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.protocol.wire import Envelope, encode
 from shoal.swarm.transport import control, io_thread
 from shoal.swarm.transport.data_connection import MAX_CHUNK_BYTES, PREFIX_BYTES, DataConnection
+from shoal.swarm.transport.data_plane import Dial
 from shoal.swarm.transport.frame_crypto import CREDIT as CREDIT_FRAME
 from shoal.swarm.transport.frame_crypto import HELLO, STREAM_CONTROL, TAG_BYTES, SealedLink
 from shoal.swarm.transport.io_thread import IoThread
@@ -996,7 +997,7 @@ async def linked(a: Member, b: Member) -> Link:
 
 async def call(a: Member, b: Member) -> None:
     """Have a open a link to b, as a fetch would."""
-    entry, channel = a.node._channel_to(b.peer, 0)
+    entry, channel = await a.node._channel_to(b.peer, 0, LONG_S)
     await a.node._link(entry, channel, LONG_S)
 
 
@@ -1079,10 +1080,10 @@ async def test_both_ways_go_over_one_link(monkeypatch: pytest.MonkeyPatch) -> No
         async def open_both(member: Member, other: Member, mine: asyncio.Event, its: asyncio.Event) -> None:
             real = member.node._data._connect
 
-            async def connect(address: tuple[str, int]) -> list[socket.socket]:
+            async def connect(dial: Dial, number: int) -> list[socket.socket]:
                 mine.set()
                 await its.wait()
-                return await real(address)
+                return await real(dial, number)
 
             member.node._data._connect = connect  # type: ignore[method-assign]
             await fetch(member, other, Sink(), range(5))
@@ -1391,14 +1392,14 @@ async def test_who_opens_a_link_of_the_name_that_we_are_opening(monkeypatch: pyt
         squatted: list[bytes] = []
         opening = a.node._data.open_link
 
-        async def open_link_twice(remote_key: bytes, address: tuple[str, int], agree: Any) -> Link:
+        async def open_link_twice(remote_key: bytes, dial: Dial, agree: Any) -> Link:
             async def agree_and_squat(ask: PeerToPeerOpenLink) -> Any:
                 if not squatted:
                     squatted.append(ask.link)
                     a.node._data.accept_link(remote_key, ask)
                 return await agree(ask)
 
-            return await opening(remote_key, address, agree_and_squat)
+            return await opening(remote_key, dial, agree_and_squat)
 
         monkeypatch.setattr(a.node._data, "open_link", open_link_twice)
         assert await fetch(a, b, Sink(), range(3), progress_s=6) == [0, 1, 2]

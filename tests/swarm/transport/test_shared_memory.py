@@ -575,7 +575,7 @@ def test_it_goes_with_the_link() -> None:
                     await shared(a, b)
                 else:
                     b.node._data._io_thread._receiver._on_stream_control = lambda link: None
-                    await a.node._link(*a.node._channel_to(b.peer, 0), LONG_S)
+                    await a.node._link(*await a.node._channel_to(b.peer, 0, LONG_S), LONG_S)
                     assert (await link_of(a)).offered is not None
                 assert shared_now()
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before)

@@ -1,0 +1,151 @@
+"""A member's use of the run's relays: a fresh pass, registrations if nobody can dial it, dialing others on request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from shoal.swarm.client.coordinator_client import CoordinatorClient
+from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted, TryLater
+from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerDial,
+    CoordinatorToPeerRelays,
+    PeerToCoordinatorGetRelays,
+    PeerToCoordinatorRequestDial,
+)
+from shoal.swarm.protocol.paths import check_relay
+from shoal.swarm.protocol.types import Address, Message
+from shoal.swarm.transport.channel import Channel
+from shoal.swarm.transport.relay_client import Registration, RelayCredentials, round_trip_s
+
+log = logging.getLogger(__name__)
+
+_RENEW_S = 600.0
+"""A pass is renewed this long before it expires."""
+
+_LOOK_S = 60.0
+"""Time between two looks at which relays there are."""
+
+_MOST_USED = 2
+"""Relays that a member is registered with, so that one that dies costs its links a reconnect."""
+
+_REQUEST_DIAL_S, _AGAIN_S = 2.0, 3.0
+
+
+class RelayAccess:
+    """Access of one membership to the run's relays. ``credentials`` is for ``RelayPaths``; ``run`` for a task."""
+
+    def __init__(self, client: CoordinatorClient) -> None:
+        self._client = client
+        self._credentials: RelayCredentials | None = None
+        self._relays: tuple[Address, ...] = ()
+        self._expires_s = 0.0
+        self._renewing = asyncio.Lock()
+        self._asked_s: dict[str, float] = {}
+        client.node.control.handle(CoordinatorToPeerDial, self._on_dial)
+
+    async def credentials(self) -> RelayCredentials | None:
+        """What this member shows to relays, renewed in time. Raises ``LinkError``."""
+        async with self._renewing:
+            if time.time() > self._expires_s - _RENEW_S:
+                await self._renew()
+        return self._credentials
+
+    async def _renew(self) -> None:
+        client = self._client
+        answer = await client.ask(PeerToCoordinatorGetRelays(), CoordinatorToPeerRelays)
+        known = []
+        for relay in answer.relays:
+            try:
+                check_relay(relay, client.invite.run_hash, client.coordinator_key)
+            except NotAdmitted as error:
+                log.warning("ignored the relay %s: %s", relay.address, error)
+            else:
+                known.append(relay.address)
+        self._relays = tuple(known)
+        self._credentials = RelayCredentials(client.identity, client.certificate, answer.relay_pass)
+        self._expires_s = answer.relay_pass.expires_s
+
+    def _current(self) -> RelayCredentials:
+        assert self._credentials is not None, "asked before registering"
+        return self._credentials
+
+    # Being dialed -----------------------------------------------------------------------------------------
+
+    async def request_dial(self, peer: str) -> None:
+        """Ask over the coordinator that a member dials this one. Raises ``LinkError``."""
+        now_s = time.monotonic()
+        if now_s - self._asked_s.get(peer, -_AGAIN_S) < _AGAIN_S:
+            return
+        self._asked_s = {other: at_s for other, at_s in self._asked_s.items() if now_s - at_s < _AGAIN_S}
+        self._asked_s[peer] = now_s
+        await self._client.request_dial(PeerToCoordinatorRequestDial(peer=peer), _REQUEST_DIAL_S)
+
+    async def _on_dial(self, channel: Channel, message: Message) -> None:
+        assert isinstance(message, CoordinatorToPeerDial)
+        if self._client.is_coordinator(channel):
+            self._client.node.dial_back(message.peer)
+
+    # Registering ------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Be registered with relays as long as nobody can dial this member, until cancelled."""
+        client, changed = self._client, asyncio.Event()
+        registrations: dict[Address, tuple[Registration, asyncio.Task[None]]] = {}
+        try:
+            while True:
+                wanted = await self._wanted()
+                client.node.request_dial = self.request_dial if client.reachable else None
+                for relay in registrations.keys() - set(wanted):
+                    registrations.pop(relay)[1].cancel()
+                for relay in wanted:
+                    if relay not in registrations:
+                        registrations[relay] = client.node.relays.register(relay, self._current, changed.set)
+                changed.clear()
+                await self._show([relay for relay, (one, _) in registrations.items() if one.is_registered])
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):
+                        await changed.wait()
+        finally:
+            for _, task in registrations.values():
+                task.cancel()
+
+    async def _wanted(self) -> tuple[Address, ...]:
+        """The relays to be registered with: none for a member that can be dialed, otherwise the nearest ones."""
+        client = self._client
+        if client.reachable or client.me.role == "observer":
+            return ()
+        before = self._relays
+        try:
+            async with self._renewing:
+                await self._renew()
+        except FINAL_ERRORS:
+            raise
+        except LinkError as error:
+            log.debug("the run's relays are not known: %s", error)
+        if self._relays != before and len(self._relays) > _MOST_USED:
+            trips_s = await asyncio.gather(*(round_trip_s(relay) for relay in self._relays))
+            order = sorted(range(len(trips_s)), key=trips_s.__getitem__)
+            self._relays = tuple(self._relays[number] for number in order)
+        return self._relays[:_MOST_USED]
+
+    async def _show(self, relays: list[Address]) -> None:
+        """Tell the coordinator over which relays this member is reached now."""
+        client = self._client
+        if tuple(relays) == client.relays:
+            return
+        client.relays = tuple(relays)
+        try:
+            await client.show_addresses()
+        except FINAL_ERRORS:
+            raise
+        except (NotAdmitted, TryLater) as error:
+            client.relays = ()  # the next look tries again
+            log.debug("the coordinator did not take over the relays: %s", error)
+        else:
+            where = " and ".join(map(str, relays))
+            log.info("other peers reach this machine over the relay %s", where) if relays else log.warning(
+                "this machine has lost its relays: other peers cannot reach it now"
+            )

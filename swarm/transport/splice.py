@@ -1,0 +1,202 @@
+"""Splicing of two TCP connections: each direction's bytes are passed on, and nothing is kept but what the kernel holds.
+
+On Linux the bytes never enter this process (``splice(2)``). A direction that the receiver does not drain stops being
+read, so a slow receiver costs one pipe's bytes, and the sender feels it as it would on a direct connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket as sockets
+from collections.abc import Callable
+from contextlib import suppress
+
+CHUNK_BYTES = 2**20
+"""Most bytes of one direction that are under way in this process."""
+
+_SET_PIPE_SIZE = 1031
+"""F_SETPIPE_SZ, which Python does not name on all systems."""
+
+_MAX_IDLE_PIPES = 16
+
+Meter = Callable[[int, int], float]
+"""``meter(direction, size_bytes)``: called with what was passed on, returns for how long to pause that direction.
+Direction 0 is from the first connection to the second."""
+
+
+class _Buffer:
+    """Bytes of one direction that the receiver has not taken yet: a pipe, so that they need not be copied."""
+
+    def __init__(self) -> None:
+        self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with suppress(OSError):  # it stays at 64 KiB for a user with many pipes
+            fcntl.fcntl(self._in, _SET_PIPE_SIZE, CHUNK_BYTES)
+        self.held = 0
+
+    def fill(self, source: sockets.socket) -> int:
+        """Take what has arrived; 0 at the end. Raises ``BlockingIOError``, ``OSError``."""
+        got = os.splice(source.fileno(), self._in, CHUNK_BYTES, flags=os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK)
+        self.held += got
+        return got
+
+    def drain(self, to: sockets.socket) -> None:
+        """Pass on what the receiver takes. Raises ``BlockingIOError``, ``OSError``."""
+        while self.held:
+            self.held -= os.splice(self._out, to.fileno(), self.held, flags=os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK)
+
+    def close(self) -> None:
+        os.close(self._out)
+        os.close(self._in)
+
+
+class _CopyingBuffer:
+    """The same where there is no ``splice``: a buffer of this process."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(2**18)
+        self._rest = memoryview(b"")
+
+    @property
+    def held(self) -> int:
+        return len(self._rest)
+
+    def fill(self, source: sockets.socket) -> int:
+        got = source.recv_into(self._buffer)
+        self._rest = memoryview(self._buffer)[:got]
+        return got
+
+    def drain(self, to: sockets.socket) -> None:
+        while self._rest:
+            self._rest = self._rest[to.send(self._rest) :]
+
+    def close(self) -> None:
+        pass
+
+
+class _Buffers:
+    """Buffers that nobody uses at the moment. A direction has one only while it holds bytes."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Buffer | _CopyingBuffer] = []
+
+    def take(self) -> _Buffer | _CopyingBuffer:
+        return self._idle.pop() if self._idle else (_Buffer() if hasattr(os, "splice") else _CopyingBuffer())
+
+    def give_back(self, buffer: _Buffer | _CopyingBuffer) -> None:
+        if buffer.held or len(self._idle) >= _MAX_IDLE_PIPES:
+            buffer.close()
+        else:
+            self._idle.append(buffer)
+
+
+_buffers = _Buffers()
+
+
+class Splice:
+    """Two connected, non-blocking sockets whose bytes are passed on until both ends, or one of them fails.
+
+    ``await ended`` waits for that; both sockets are closed then. Use on the event loop alone."""
+
+    def __init__(
+        self, first: sockets.socket, second: sockets.socket, meter: Meter = lambda direction, size: 0.0
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.last_s = self._loop.time()
+        """When bytes were passed on last, on the event loop's clock."""
+        self._sockets = first, second
+        self._meter = meter
+        self._open = 2
+        self._held: list[_Buffer | _CopyingBuffer | None] = [None, None]
+        self._pauses: list[asyncio.TimerHandle | None] = [None, None]
+        for direction in (0, 1):
+            self._listen(direction)
+
+    def close(self) -> None:
+        """Close both connections at once."""
+        if self.ended.done():
+            return
+        for direction, buffer in enumerate(self._held):
+            self._loop.remove_reader(self._sockets[direction])
+            self._loop.remove_writer(self._sockets[direction])
+            if (pause := self._pauses[direction]) is not None:
+                pause.cancel()
+            if buffer is not None:
+                buffer.close()
+        for socket in self._sockets:
+            socket.close()
+        self.ended.set_result(None)
+
+    def _listen(self, direction: int) -> None:
+        self._pauses[direction] = None
+        self._loop.add_reader(self._sockets[direction], self._pass_on, direction)
+
+    def _pass_on(self, direction: int) -> None:
+        source, to = self._sockets[direction], self._sockets[1 - direction]
+        buffer = _buffers.take()
+        try:
+            got = buffer.fill(source)
+        except BlockingIOError:
+            _buffers.give_back(buffer)
+            return
+        except OSError:
+            _buffers.give_back(buffer)
+            self.close()
+            return
+        if not got:
+            _buffers.give_back(buffer)
+            self._loop.remove_reader(source)
+            self._end(direction)
+            return
+        self.last_s = self._loop.time()
+        pause_s = self._meter(direction, got)
+        try:
+            buffer.drain(to)
+        except BlockingIOError:
+            self._held[direction] = buffer
+            self._loop.remove_reader(source)
+            self._loop.add_writer(to, self._drain, direction, pause_s)
+            return
+        except OSError:
+            buffer.close()
+            self.close()
+            return
+        _buffers.give_back(buffer)
+        if pause_s:
+            self._loop.remove_reader(source)
+            self._pause(direction, pause_s)
+
+    def _pause(self, direction: int, pause_s: float) -> None:
+        self._pauses[direction] = self._loop.call_later(pause_s, self._listen, direction)
+
+    def _drain(self, direction: int, pause_s: float) -> None:
+        to, buffer = self._sockets[1 - direction], self._held[direction]
+        assert buffer is not None
+        try:
+            buffer.drain(to)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        self.last_s = self._loop.time()
+        self._held[direction] = None
+        _buffers.give_back(buffer)
+        self._loop.remove_writer(to)
+        if pause_s:
+            self._pause(direction, pause_s)
+        else:
+            self._listen(direction)
+
+    def _end(self, direction: int) -> None:
+        """One end sends no more: tell the other one, and close when both have said so."""
+        self._open -= 1
+        if not self._open:
+            self.close()
+            return
+        try:
+            self._sockets[1 - direction].shutdown(sockets.SHUT_WR)
+        except OSError:
+            self.close()

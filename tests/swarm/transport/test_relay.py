@@ -1,0 +1,242 @@
+"""A relay between nodes that cannot dial each other: in one process, over real sockets on loopback."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from tests.swarm.network import HOST, LONG_S, Member, Sink, Source, introduce, run, swarm_of, until
+
+from shoal.swarm.errors import TryLater, Unreachable
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.paths import make_pass
+from shoal.swarm.protocol.types import Address, Blob
+from shoal.swarm.transport.relay_books import RelayBooks, RelayLimits
+from shoal.swarm.transport.relay_client import Registration, RelayCredentials, call
+from shoal.swarm.transport.relay_server import HostPolicy, RelayServer
+from shoal.swarm.transport.sockets import listen
+
+RUN = b"r" * 32
+STATE = Blob(kind="state", number=1)
+
+
+class Relay:
+    def __init__(self, server: RelayServer, port: int) -> None:
+        self.server = server
+        self.address = Address(kind="relayed", host=HOST, control_port=port, relay_key=server.identity.public_key)
+
+
+@asynccontextmanager
+async def relay_of(
+    host: Identity, limits: RelayLimits | None = None, token: bytes = b"", *, known: bool = True
+) -> AsyncIterator[Relay]:
+    policy = HostPolicy([host.public_key] if known else [], token)
+    server = RelayServer(Identity.generate(), policy, RelayBooks(limits or RelayLimits()))
+    listener = listen(HOST, 0)
+    serving = asyncio.create_task(server.serve(listener))
+    try:
+        yield Relay(server, listener.getsockname()[1])
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+def credentials(host: Identity, member: Member, run_hash: bytes = RUN, valid_s: int = 600) -> RelayCredentials:
+    mine = member.identity
+    expires_s = int(time.time()) + valid_s
+    shown = make_pass(host.sign, host.public_key, run_hash, mine.public_key, expires_s)
+    return RelayCredentials(mine, mine.certify(member.keys), shown)
+
+
+async def use(member: Member, relay: Relay, host: Identity, *, registered: bool = True) -> None:
+    """Have a member use a relay, and be registered there."""
+    mine = credentials(host, member)
+
+    async def shown() -> RelayCredentials:
+        return mine
+
+    member.node.relays.credentials = shown
+    member.node.relays.punches = False
+    if registered:
+        registration, _ = member.node.relays.register(relay.address, lambda: mine, lambda: None)
+        await until(lambda: registration.is_registered)
+        member.relays = (relay.address,)
+
+
+@asynccontextmanager
+async def walled(size: int = 2) -> AsyncIterator[tuple[Relay, Identity, list[Member]]]:
+    """Members that nobody can dial, all registered with one relay."""
+    host, members = Identity.generate(), [Member() for _ in range(size)]
+    async with relay_of(host) as relay, swarm_of(*members):
+        for member in members:
+            member.reachable = False
+            await use(member, relay, host)
+        introduce(*members)
+        yield relay, host, members
+
+
+async def fetched(a: Member, b: Member, source: Source, blob: Blob = STATE) -> None:
+    sink = Sink()
+    async with (
+        asyncio.timeout(LONG_S),
+        aclosing(a.node.fetch(b.peer, blob, range(source.chunks), sink, LONG_S)) as stream,
+    ):
+        assert [chunk async for chunk in stream] == list(range(source.chunks))
+    assert sink.holds(source, range(source.chunks))
+
+
+@run
+async def test_two_members_that_nobody_can_dial_exchange_data() -> None:
+    async with walled() as (relay, _, (a, b)):
+        source = Source(40, size=100_000)
+        a.node.publish(STATE, source)
+        b.node.publish(STATE, source)
+        await asyncio.gather(fetched(a, b, source), fetched(b, a, source))
+        assert [(one.peer, one.kind) for one in a.node.path_reports()] == [(b.peer, "relayed")]
+        assert all(link.memory is None for link in a.node._data.all_links())
+        assert relay.server.books.carried.sent_bytes > 2 * 40 * 100_000
+
+
+@run
+async def test_limits_by_network_see_the_address_behind_the_relay() -> None:
+    async with walled() as (_, _, (a, b)):
+        b.node.publish(STATE, Source(1))
+        await fetched(a, b, Source(1))
+        channel = b.node.control.incoming(a.keys.public)
+        assert channel is not None
+        assert channel.remote_host == HOST
+        assert [link.remote_host for link in b.node._data.all_links()] == [HOST]
+
+
+@run
+async def test_a_relayed_link_becomes_a_direct_one_while_it_is_used() -> None:
+    async with walled() as (relay, _, (a, b)):
+        for member in (a, b):
+            member.node.relays.punches = True
+        source = Source(400, size=10_000, held_at=20)
+        a.node.publish(STATE, source)
+        sink, rest = Sink(), list[int]()
+        async with asyncio.timeout(LONG_S), aclosing(b.node.fetch(a.peer, STATE, range(400), sink, LONG_S)) as stream:
+            async for chunk in stream:
+                rest.append(chunk)
+                if chunk == 19:  # the stream goes on over the relay while the direct link is made
+                    await until(lambda: [one.kind for one in b.node.path_reports()] == ["punched"])
+                    source.go.set()
+        assert rest == list(range(400))
+        assert sink.holds(source, range(400))
+        await until(lambda: {link.path for link in b.node._data.all_links()} == {"punched"})
+        await until(lambda: {link.path for link in a.node._data.all_links()} == {"punched"})
+        before = relay.server.books.carried.sent_bytes
+        other = Blob(kind="state", number=2)
+        a.node.publish(other, Source(40, size=100_000))
+        await fetched(b, a, Source(40, size=100_000), other)
+        assert relay.server.books.carried.sent_bytes - before < 100_000, "the data was direct"
+
+
+@run
+async def test_another_relay_takes_over_from_one_that_is_gone() -> None:
+    host, members = Identity.generate(), [Member(), Member()]
+    async with relay_of(host) as second, swarm_of(*members) as (a, b):
+        for member in members:
+            member.reachable = False
+        async with relay_of(host) as first:
+            for member in members:
+                await use(member, first, host)
+                before = member.relays
+                await use(member, second, host)
+                member.relays = (*before, *member.relays)
+            introduce(a, b)
+            source = Source(60, size=50_000, held_at=30)
+            a.node.publish(STATE, source)
+            fetching = asyncio.create_task(fetched(b, a, source))
+            await until(lambda: 29 in source.asked)
+            assert first.server.books.carried.sent_bytes > 0
+            assert second.server.books.carried.sent_bytes == 0
+        source.go.set()
+        await fetching
+        assert second.server.books.carried.sent_bytes > 0
+
+
+@run
+async def test_members_of_other_runs_and_without_a_valid_pass_are_refused() -> None:
+    async with walled() as (relay, host, (a, _)):
+        stranger = Member()
+        good = credentials(host, stranger)
+        assert good.relay_pass is not None
+        other_run = credentials(host, stranger, b"o" * 32)
+        refused = {
+            "expired": credentials(host, stranger, valid_s=-1000),
+            "of another run": other_run,
+            "of another host": credentials(Identity.generate(), stranger),
+            "somebody else's": RelayCredentials(stranger.identity, good.certificate, credentials(host, a).relay_pass),
+            "stolen": RelayCredentials(stranger.identity, a.identity.certify(a.keys), credentials(host, a).relay_pass),
+            "made for another run": RelayCredentials(
+                stranger.identity, good.certificate, good.relay_pass.model_copy(update={"run_hash": b"o" * 32})
+            ),
+            "none": None,
+        }
+        for why, shown in refused.items():
+            with pytest.raises(Unreachable):
+                await call(relay.address, a.keys.public, "data", shown)
+            assert why
+        relayed = await call(relay.address, a.keys.public, "data", good)
+        relayed.socket.close()
+
+
+@run
+async def test_newcomers_call_hosts_alone_and_for_the_control_plane() -> None:
+    host, keys, taken = Identity.generate(), CurveKeys.fresh(), asyncio.Event()
+
+    async def take(relayed: object) -> None:
+        taken.set()
+
+    async with relay_of(host, token=b"t" * 16, known=False) as relay:
+        for token, is_admitted in ((b"", False), (b"u" * 16, False), (b"t" * 16, True)):
+            mine = RelayCredentials(host, host.certify(keys), None, token)
+            registration = Registration(relay.address, lambda mine=mine: mine, take)
+            registering = asyncio.create_task(registration.run())
+            await until(lambda one=registration: one.is_registered or bool(one.trouble))
+            assert registration.is_registered is is_admitted, registration.trouble
+            if not is_admitted:
+                with pytest.raises(Unreachable):
+                    await call(relay.address, keys.public, "control", None)
+                registering.cancel()
+        relayed = await call(relay.address, keys.public, "control", None)
+        relayed.socket.close()
+        await taken.wait()
+        with pytest.raises(Unreachable):
+            await call(relay.address, keys.public, "data", None)
+        registering.cancel()
+
+
+@run
+async def test_a_relay_with_another_key_is_not_believed() -> None:
+    async with walled() as (relay, host, (a, b)):
+        wrong = relay.address.model_copy(update={"relay_key": bytes(32)})
+        with pytest.raises(Unreachable, match="another key"):
+            await call(wrong, b.keys.public, "data", credentials(host, a))
+
+
+def test_who_sends_too_much_pauses() -> None:
+    books = RelayBooks(RelayLimits(bytes_s=1000.0, member_bytes_s=100.0))
+    assert books.pass_on(b"a", 50, 0.0, is_guest=False) == 0.0
+    assert books.pass_on(b"a", 100, 0.0, is_guest=False) == pytest.approx(0.51)
+    assert books.pass_on(b"b", 50, 0.0, is_guest=False) == 0.0, "it has a rate of its own"
+    assert books.pass_on(b"a", 10, 2.0, is_guest=False) == 0.0
+    assert books.carried.sent_bytes == 210
+
+
+def test_connections_are_bounded_in_all_and_for_each_member() -> None:
+    books = RelayBooks(RelayLimits(links=3, links_per_member=2))
+    for _ in range(2):
+        books.count_call(b"a", 0.0)
+        books.open_link(b"a")
+    with pytest.raises(TryLater, match="for you"):
+        books.count_call(b"a", 0.0)
+    books.count_call(b"b", 0.0)
+    books.open_link(b"b")
+    with pytest.raises(TryLater, match="as many connections"):
+        books.count_call(b"c", 0.0)
+    books.close_link(b"a")
+    books.count_call(b"a", 0.0)
