@@ -346,6 +346,9 @@ class MemoryNode:
         self._rosters: dict[int, set[str]] = {}
         self._keys: dict[int, set[bytes]] = {}
 
+    def path_reports(self) -> tuple[()]:
+        return ()
+
     def update_roster(self, roster: tuple[RosterEntry, ...], scope: int = 0) -> None:
         self._rosters[scope] = {entry.peer for entry in roster}
         self._keys[scope] = {entry.certificate.curve_key for entry in roster}
