@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -87,12 +87,20 @@ def unsigned_owners(store: ResultStore, verdict: Verdict) -> Iterator[str]:
             yield store.plan.members[part.owner].peer
 
 
-def choose(store: ResultStore, verdict: Verdict, me: str, share: float, rng: random.Random) -> list[ChosenChunk]:
-    """Draw the chunks that member ``me`` checks of a committed round, so many that on average they take ``share``."""
+def choose(
+    store: ResultStore, verdict: Verdict, me: str, known: Set[str], share: float, rng: random.Random
+) -> list[ChosenChunk]:
+    """Draw the chunks that member ``me`` checks of a committed round, so many that on average they take ``share``.
+
+    One more of a maker that is not ``known``, if there is any: a model has as few as four chunks for each member, of
+    which a share finds a liar after many rounds only. It costs once, whatever the share, what each member made."""
     found = list(auditable(store, verdict, me))
     wanted = audits_a_round(share, len(store.plan.members), store.chunks, len(store.group.rows))
     count = math.floor(wanted) + (rng.random() < wanted % 1.0)
-    return rng.sample(found, min(count, len(found)))
+    chosen = rng.sample(found, min(count, len(found)))
+    seen = {*known, *(store.plan.members[one.maker].peer for one in chosen)}
+    new = [one for one in found if store.plan.members[one.maker].peer not in seen]
+    return [*chosen, rng.choice(new)] if new else chosen
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,8 @@ class Auditor:
         """The same of members that could not be reached since they last answered: if they are most, this peer's own
         link is at fault."""
         self._others = 0
+        self._known: set[str] = set()
+        """Makers whose means this auditor has checked."""
         self._offered: tuple[ResultStore, Verdict] | None = None
         self._news = asyncio.Event()
 
@@ -176,7 +186,7 @@ class Auditor:
                 log.warning("round %d: no more audits: %s", verdict.round, error)
 
     async def _audit_round(self, store: ResultStore, verdict: Verdict) -> None:
-        chosen = await in_thread(choose, store, verdict, self._me, self._share, self._rng)
+        chosen = await in_thread(choose, store, verdict, self._me, self._known, self._share, self._rng)
         about = PlanStatement(name_of(verdict), await in_thread(plan_digest, store.plan))
         # Held from now on: the store drops them when the next round is committed.
         results = {one.part: store.bytes_of(store.plan.parts[one.part]) for one in chosen}
@@ -208,6 +218,7 @@ class Auditor:
             log.warning("round %d: no audit of chunk %d of %s: %s", number, chunk, maker, error)
             return None
         self.audited += 1
+        self._known.add(maker)
         self._silent.pop(maker, None)
         if fault is None:
             return shown

@@ -28,6 +28,7 @@ from shoal.swarm.protocol.evidence import unpack_evidence
 
 ME = 0
 """Everybody owns two of the six chunks."""
+ALL = {one.peer_id for one in MEMBERS}
 
 
 async def audited(done: AuditedRound, rounds: int = 1, share: float = 1.0) -> tuple[Auditor, list[bytes]]:
@@ -78,7 +79,7 @@ def test_own_and_void_parts_are_not_drawn() -> None:
         digests = done.verdict.digests
         verdict = done.verdict.model_copy(update={"digests": (*digests[:2], None)})
         store, me = done.sides[ME].store, MEMBERS[ME].peer_id
-        drawn = {one for seed in range(50) for one in choose(store, verdict, me, 1.0, random.Random(seed))}
+        drawn = {one for seed in range(50) for one in choose(store, verdict, me, ALL, 1.0, random.Random(seed))}
         assert drawn == {ChosenChunk(1, 2, 1), ChosenChunk(1, 3, 1)}
 
     run_virtual(main())
@@ -88,12 +89,27 @@ def test_every_chunk_is_drawn_as_often_as_the_share_says() -> None:
     async def main() -> None:
         done = await committed_round()
         store, me, rng, share, rounds = done.sides[ME].store, MEMBERS[ME].peer_id, random.Random(7), 0.15, 4000
-        drawn = Counter(one.chunk for _ in range(rounds) for one in choose(store, done.verdict, me, share, rng))
+        draws = [choose(store, done.verdict, me, ALL, share, rng) for _ in range(rounds)]
+        drawn = Counter(one.chunk for draw in draws for one in draw)
         expected = audits_a_round(share, 3, store.chunks)
         assert expected == pytest.approx(0.4)
         assert drawn.total() / rounds == pytest.approx(expected, rel=0.05)
         assert set(drawn) == {2, 3, 4, 5}
         assert max(drawn.values()) < 1.2 * min(drawn.values())
+
+    run_virtual(main())
+
+
+def test_each_maker_is_audited_once_however_small_the_share_is() -> None:
+    async def main() -> None:
+        done = await committed_round()
+        store, me, rng = done.sides[ME].store, MEMBERS[ME].peer_id, random.Random(7)
+        first = [choose(store, done.verdict, me, set(), 1e-9, rng) for _ in range(100)]
+        assert {one.chunk for (one,) in first} == {2, 3, 4, 5}
+        second = [choose(store, done.verdict, me, {MEMBERS[2].peer_id}, 1e-9, rng) for _ in range(100)]
+        assert {one.maker for (one,) in second} == {1}
+        auditor, _ = await audited(done, rounds=6, share=1e-9)
+        assert auditor.audited == 2
 
     run_virtual(main())
 
