@@ -49,8 +49,8 @@ class ExchangeResult:
     """Result of an exchange on one member; members as indices of the plan.
 
     ``dropped``: members that some mean made here does without; ``undelivered``: those whose contributions did not all
-    reach us as owner or row reducer; ``failed``: owners and row reducers that did not deliver to us what they had to;
-    ``trouble``: why a part is missing."""
+    reach us as owner or row reducer; ``failed``: owners and row reducers that did not deliver to us what they had to,
+    or left us out; ``trouble``: why a part is missing."""
 
     dropped: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
@@ -137,6 +137,7 @@ class AllReduce:
             self._exchange.dropped |= reduction.dropped
             self._exchange.failed |= reduction.failed - {self.me}
         self._exchange.undelivered = self.as_owner.dropped | self.as_row_reducer.dropped
+        self._exchange.failed |= self._leave_us_out()
         return self._exchange
 
     async def close(self) -> None:
@@ -166,6 +167,24 @@ class AllReduce:
         """Whether we have made a chunk that we hold, as owner or stand-in."""
         made = [one for each in (self.as_owner, *self.as_stand_in) if (one := each.made.get(chunk)) is not None]
         return any(same_bytes(one.result, self.store[chunk]) for one in made)
+
+    def _leave_us_out(self) -> set[int]:
+        """Return the owners and row reducers that asked for all that we brought to them, but made a sum without us.
+
+        None if most others did so, too: then it is our link. It proves nothing, as nobody can show what has arrived."""
+        store, group, with_us, without_us = self.store, self.store.group, set[int](), set[int]()
+        for part in self._plan.parts:
+            row_reducers, chunks = self._plan.row_reducers(part), store.chunks_of(part)
+            collector = row_reducers[self.row] if row_reducers else part.owner
+            if collector == self.me or not store.has(part):
+                continue
+            if collector != part.owner and not all(group.came_reduced(store[one], self.row) for one in chunks):
+                continue  # others were to ask for it then
+            if all(group.includes(store[one], self.me) for one in chunks):
+                with_us.add(collector)
+            elif self._source.asked.issuperset(chunks):
+                without_us.add(collector)
+        return without_us if len(without_us) <= len(with_us - without_us) else set()
 
     def _rotated(self) -> list[Part]:
         """Return the parts beginning with our own, so that not everybody asks the same owner first."""

@@ -76,14 +76,14 @@ def _sum_bytes(store: ResultStore, chunk: int, row: int) -> int:
 
 
 def unsigned_owners(store: ResultStore, verdict: Verdict) -> Iterator[str]:
-    """Yield the owners of committed parts that nobody has signed for, or that they have signed for in part only.
+    """Yield the owners of committed parts of which some chunk is signed by nobody.
 
-    An owner that is gone may have had no time for that; one that stays lies, or it would sign."""
+    An owner that is gone may have had no time for that; one that stays lies, or it would sign. A stand-in signs for the
+    chunks that it has made, and not for those that it has adopted from the owner."""
     makers = [*verdict.makers, *[None] * (len(verdict.digests) - len(verdict.makers))]
     for part, digest, made in zip(store.plan.parts, verdict.digests, makers, strict=True):
         chunks, signed = store.chunks_of(part), made.chunks if made is not None else ()
-        is_whole = signed[:1] == ((chunks.start, chunks.stop),)
-        if digest is not None and (made is None or (made.member == part.owner and not is_whole)):
+        if digest is not None and signed[:1] != ((chunks.start, chunks.stop),):
             yield store.plan.members[part.owner].peer
 
 

@@ -67,6 +67,10 @@ class Group:
         return self.bits_bytes + self.seal_bytes
 
     @cached_property
+    def _place_of(self) -> dict[int, int]:
+        return {member: bit for bit, member in enumerate(self.members)}
+
+    @cached_property
     def row_of(self) -> dict[int, int]:
         """The row of each member."""
         return {member: row for row, members in enumerate(self.rows) for member in members}
@@ -80,7 +84,7 @@ class Group:
         return sum(self.weights[member] for member in included)
 
     def pack_header(self, header: ChunkHeader) -> bytes:
-        place = {member: bit for bit, member in enumerate(self.members)}
+        place = self._place_of
         bits = sum(1 << place[member] for member in header.included)
         bits |= sum(1 << len(place) + row for row in header.reduced_rows)
         return bits.to_bytes(self.bits_bytes, "little") + header.seal.ljust(self.seal_bytes, b"\0")
@@ -95,9 +99,21 @@ class Group:
             bytes(data[self.bits_bytes : self.header_bytes]),
         )
 
+    def includes(self, data: memoryview, member: int) -> bool:
+        """Whether a member is in a result chunk or partial sum, without a look at all others."""
+        return _bit(data, self._place_of[member])
+
+    def came_reduced(self, data: memoryview, row: int) -> bool:
+        """Whether a row came into a result chunk as a partial sum."""
+        return len(self.rows) > 1 and _bit(data, len(self.members) + row)
+
     def result_bytes(self, codec: Codec, elements: int) -> int:
         """Return the size of a chunk with at least one member; an empty one is the header alone."""
         return self.header_bytes + codec.packed_bytes(elements)
+
+
+def _bit(data: memoryview, place: int) -> bool:
+    return bool(data[place // 8] >> place % 8 & 1)
 
 
 def holders(plan: RoundPlan, part: Part, me: int) -> list[int]:

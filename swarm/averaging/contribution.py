@@ -88,10 +88,11 @@ def contribution_blob(plan: RoundPlan) -> Blob:
 class ContributionSource:
     """Chunks of our contribution with their paths, each put together when its owner asks (a ``ChunkSource``).
 
-    Until ``begin`` or ``close``, requests wait."""
+    Until ``begin`` or ``close``, requests wait. ``asked``: the chunks that somebody has asked for since then."""
 
     def __init__(self, store: ResultStore) -> None:
         """``store``: of a plan with the same chunks."""
+        self.asked: set[int] = set()
         self.chunks = store.chunks
         self._store = store
         self._contribution: EncodedContribution | None = None
@@ -108,6 +109,7 @@ class ContributionSource:
         await self._settled.wait()
         if self._contribution is None or self._closed:
             raise BlobUnavailable(f"the contribution to round {self._store.plan.round} is not offered any more")
+        self.asked.add(index)
         bounds, buffers = self._store.bounds(index), self._store.buffers.passing
         return await in_thread(self._contribution.chunk, *bounds, buffers)
 

@@ -276,6 +276,7 @@ def test_what_two_have_of_a_dead_owners_results_is_adopted() -> None:
             running[0].cancel()
         assert digests(sides[1]) == digests(sides[0])
         assert not sides[1].exchange.as_stand_in
+        assert sides[1].exchange.made() == {}, "it does not sign for what it has adopted"
 
     run_virtual(main())
 

@@ -167,6 +167,13 @@ def test_an_owner_that_signs_nothing_or_a_part_of_its_part_is_accused() -> None:
         assert list(unsigned_owners(honest.sides[ME].store, verdict)) == [MEMBERS[2].peer_id]
         verdict = honest.verdict.model_copy(update={"makers": ()})
         assert len(list(unsigned_owners(honest.sides[ME].store, verdict))) == 3
+        (*_, made) = honest.verdict.makers
+        assert made is not None
+        for chunks, owing in [(made.chunks, 0), (((5, 6),), 1)]:
+            stand_in = made.model_copy(update={"member": 1, "chunks": chunks})
+            others = honest.verdict.model_copy(update={"makers": (*honest.verdict.makers[:2], stand_in)})
+            named = list(unsigned_owners(honest.sides[ME].store, others))
+            assert named == [MEMBERS[2].peer_id] * owing, "a stand-in does not sign for what it adopted"
         void = verdict.model_copy(update={"digests": (None, None, None)})
         assert list(unsigned_owners(honest.sides[ME].store, void)) == []
 
