@@ -139,7 +139,7 @@ def judge(data: bytes, facts: RunFacts) -> Judgement:
         return Judgement("void", str(error))
     peer = plan.members[maker].peer
     if fault is None:
-        return Judgement("innocent", f"chunk {evidence.chunk} is made of what it includes", peer, plan.round)
+        return Judgement("innocent", f"chunk {evidence.chunk} is the mean of what it includes", peer, plan.round)
     return Judgement("guilty", fault.reason, peer, plan.round, fault.excess)
 
 

@@ -69,6 +69,6 @@ def test_evidence_that_proves_nothing_expels_nobody(swarm: Swarm, kind: str) -> 
     judged = forger.committed(forger.last_round())
     for member in honest:
         member.committed(judged["round"] + 2)
-    assert "is not what it says it includes" not in "".join(member.text() for member in honest)
+    assert "is not the mean of what it says it includes" not in "".join(member.text() for member in honest)
     assert expelled(host) == []
     finish(host, [forger, *honest])
