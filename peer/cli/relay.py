@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 RELAY_IDENTITY_FILE = "relay-identity"
 
 _TOKEN_CONTEXT = b"shoal relay token, version 1"
-_START_S, _END_S = 20.0, 5.0
+_START_S, _END_S = 60.0, 5.0
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
@@ -101,16 +101,20 @@ class RelayBeside:
         self._identity, self._bind, self._host_key = identity, bind, host_key
         self._process: asyncio.subprocess.Process | None = None
         self._url: RelayUrl | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
 
-    async def url(self) -> RelayUrl | None:
-        """Where it listens; it is started if it does not run. None if it cannot be."""
-        async with self._starting:
-            if self._process is None or self._process.returncode is not None:
-                self._url = await self._start(self._bind[1]) or (await self._start(0) if self._bind[1] else None)
-                if self._url is None:
-                    log.warning("the relay beside this host could not be started: members behind walls cannot meet")
+    def url(self) -> RelayUrl | None:
+        """Where it listens; None while it is being started, as it is now if it does not run."""
+        if self._process is not None and self._process.returncode is None:
             return self._url
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start_anywhere())
+        return None
+
+    async def _start_anywhere(self) -> None:
+        self._url = await self._start(self._bind[1]) or (await self._start(0) if self._bind[1] else None)
+        if self._url is None:
+            log.warning("the relay beside this host could not be started: members behind walls cannot meet")
 
     async def _start(self, port: int) -> RelayUrl | None:
         host = self._bind[0]
@@ -119,19 +123,24 @@ class RelayBeside:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         assert process.stdout is not None
+        url = None
         try:
             async with asyncio.timeout(_START_S):
                 line = (await process.stdout.readline()).decode(errors="replace").strip()
             url = RelayUrl.parse(line)
-        except (TimeoutError, ValueError):
-            process.kill()
-            await process.wait()
-            return None
+        except (TimeoutError, ValueError) as error:
+            log.debug("the relay beside this host did not start: %s", error)
+        finally:
+            if url is None and process.returncode is None:
+                process.kill()
         self._process = process
         return url
 
     async def stop(self) -> None:
         """End the process, if there is one."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
         if self._process is None or self._process.returncode is not None:
             return
         assert self._process.stdin is not None
@@ -184,7 +193,7 @@ class HostRelays:
     async def current(self) -> tuple[SignedRelay, ...]:
         """The run's relays, for the coordinator to hand out."""
         addresses = list(self._via)
-        if self._beside is not None and (url := await self._beside[0].url()) is not None:
+        if self._beside is not None and (url := self._beside[0].url()) is not None:
             addresses.append(url.address.model_copy(update={"host": self._beside[1]}))
         for address in addresses:
             if address not in self._signed:

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 _RENEW_S = 600.0
 """A pass is renewed this long before it expires."""
 
-_LOOK_S = 60.0
-"""Time between two looks at which relays there are."""
+_LOOK_S, _FIRST_LOOK_S = 60.0, 1.0
+"""Time between two looks at which relays there are, and at first, while none of them has answered."""
 
 _MOST_USED = 2
 """Relays that a member is registered with, so that one that dies costs its links a reconnect."""
@@ -94,6 +94,7 @@ class RelayAccess:
         """Be registered with relays as long as nobody can dial this member, until cancelled."""
         client, changed = self._client, asyncio.Event()
         registrations: dict[Address, tuple[Registration, asyncio.Task[None]]] = {}
+        pause_s = _FIRST_LOOK_S
         try:
             while True:
                 wanted = await self._wanted()
@@ -105,8 +106,10 @@ class RelayAccess:
                         registrations[relay] = client.node.relays.register(relay, self._current, changed.set)
                 changed.clear()
                 await self._show([relay for relay, (one, _) in registrations.items() if one.is_registered])
+                is_met = client.reachable or bool(client.relays)
+                pause_s = _LOOK_S if is_met else min(2 * pause_s, _LOOK_S)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_S):
+                    async with asyncio.timeout(pause_s):
                         await changed.wait()
         finally:
             for _, task in registrations.values():

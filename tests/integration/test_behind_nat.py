@@ -13,7 +13,9 @@ AT_ONCE_S = 20.0
 
 
 def hosting(swarm: Swarm, lab: NatLab, toml: str) -> Host:
-    return swarm.host(toml, launcher=(*lab.inside("host"), *SHOAL), bind=f"{lab.address('host')}:0")
+    """A host without a relay: what cannot be met directly is not met."""
+    launcher, bind = (*lab.inside("host"), *SHOAL), f"{lab.address('host')}:0"
+    return swarm.host(toml, launcher=launcher, bind=bind, extra=("--no-relay",))
 
 
 def joined(swarm: Swarm, lab: NatLab, host: Host, name: str, *, port: int = 0, advertise: str = "") -> Member:
