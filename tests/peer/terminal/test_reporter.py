@@ -27,7 +27,7 @@ from shoal.peer.terminal.views import session_panel, sparkline, status_line
 from shoal.swarm.errors import StorageError, Unreachable
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
-from shoal.swarm.protocol.types import Coverage, DeviceInfo, MemberStatus
+from shoal.swarm.protocol.types import Coverage, DeviceInfo, MemberStatus, PathReport
 
 PEERS = ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")
 DEVICE = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", memory_bytes=24 * 2**30)
@@ -367,6 +367,17 @@ def test_status_says_who_could_not_go_on_and_what_to_do(width: int) -> None:
     assert f"orca {ident}, seal {ident} left (diverged): lower ·[2J the rate" in shown
     assert f"eel {ident} left (diverged): another reason" in shown
     assert "was mended" not in shown
+
+
+def test_status_says_how_members_are_met_that_nobody_can_dial() -> None:
+    met = [PathReport(peer=PEERS[0], kind=kind) for kind in ("punched", "relayed", "punched")]
+    ways = ({}, {"relayed": True}, {"relayed": True, "paths": tuple(met)})
+    one = make_status().members[0].model_copy(update={"alive": True, "left": "", "reachable": False})
+    members = tuple(one.model_copy(update={"name": f"m{number}", **way}) for number, way in enumerate(ways))
+    console = terminal(160)
+    console.print(status_table(make_status().model_copy(update={"members": members})))
+    shown = output(console)
+    assert [words in shown for words in ("(unreachable)", "(relayed)", "(2 punched, 1 relayed)")] == [True] * 3
 
 
 def test_status_of_an_empty_run() -> None:
