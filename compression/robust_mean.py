@@ -7,14 +7,15 @@ Centered clipping after Karimireddy et al. 2021, "Learning from History for Byza
 The same contributions give the same bytes on every machine: all work on vectors is elementwise and rounds each
 operation once, products before sums; members come in the order of the calls; squares of norms are float64, where the
 square of a float32 is exact, and are added up in a tree of elementwise sums, whose order does not depend on threads or
-vector units; a stable sort has one result.
+vector units; members are sorted, value by value, by keys of which no two are equal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -45,8 +46,15 @@ clipping ends between the mean before and a sum of shortened contributions, so i
 most."""
 
 _CPU = torch.device("cpu")
+_ABSOLUTE = 0x7FFFFFFF
+_MEMBER_BITS = 16
+"""A group has fewer than 2**16 members."""
+
 _TILE = 1 << 13
 """Values that are sorted at a time."""
+
+_AT_ONCE = 1 << 17
+"""Values of several members on which one operation works: short leaves cost more by the call than by the value."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +123,25 @@ def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms
 
     The radius of each is ``RADIUS`` times what is usual for it in these vectors: the weighted median of norm over
     ``usual_norm``, times its own ``usual_norm`` or, of short ones, which are far from a long mean, the mean one."""
-    usual = [norm_of(one) / norm for one, norm in zip(values, usual_norms, strict=True)]
+    at_once = max(1, _AT_ONCE // max(1, values[0].numel()))
+    groups = [slice(start, start + at_once) for start in range(0, len(values), at_once)]
+    norms = [norm for group in groups for norm in norms_of(torch.stack(values[group]))]
+    usual = [found / norm for found, norm in zip(norms, usual_norms, strict=True)]
     level = _lower_median(usual, weights)
     total = math.fsum(weights)
     average = math.fsum(weight * norm for weight, norm in zip(weights, usual_norms, strict=True)) / total
     mean = torch.zeros_like(values[0])
     for _ in range(PASSES):
         step = torch.zeros_like(mean)
-        for one, weight, norm in zip(values, weights, usual_norms, strict=True):
-            apart = one - mean
-            distance, radius = norm_of(apart), RADIUS * level * max(norm, average)
-            share = weight / total * (1.0 if distance <= radius else radius / distance)
-            if share > 0.0:  # a distance beyond float32 counts for nothing
-                step.add_(apart.mul_(rounded_weight(share)))
+        for group in groups:
+            apart = torch.stack(values[group]).sub_(mean)
+            for one, distance, weight, norm in zip(
+                apart, norms_of(apart), weights[group], usual_norms[group], strict=True
+            ):
+                radius = RADIUS * level * max(norm, average)
+                share = weight / total * (1.0 if distance <= radius else radius / distance)
+                if share > 0.0:  # a distance beyond float32 counts for nothing
+                    step.add_(one.mul_(rounded_weight(share)))
         mean.add_(step)
     return mean
 
@@ -140,10 +154,10 @@ def trimmed_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms
     of_member = torch.tensor(weights, dtype=torch.float64)
     for start in range(0, mean.numel(), _TILE):
         tile = slice(start, start + _TILE)
-        ordered, who = torch.stack([one[tile] for one in values]).sort(dim=0, stable=True)
-        before, kept = torch.zeros(ordered.shape[1], dtype=torch.float64), None
-        for value, member in zip(ordered, who, strict=True):
-            after = before + of_member[member]
+        ordered = sorted_keys([_keys(one[tile], member) for member, one in enumerate(values)])
+        before, kept = torch.zeros(ordered[0].numel(), dtype=torch.float64), None
+        for value, member in map(_value_and_member, ordered):
+            after = of_member.index_select(0, member).add_(before)
             weight = after.clamp(max=high).sub_(before.clamp(min=low)).clamp_(min=0.0)
             term = weight.mul_(value)
             kept = term if kept is None else kept.add_(term)
@@ -153,14 +167,64 @@ def trimmed_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms
     return mean
 
 
-def norm_of(values: Tensor) -> float:
-    """Return the norm of ``(n,) float32``, the same on every machine."""
+def norms_of(values: Tensor) -> list[float]:
+    """Return the norm of each row of ``(members, n) float32``, the same on every machine."""
     squares = values.double().square_()
-    while (n := squares.numel()) > 1:
+    while (n := squares.shape[1]) > 1:
         half = n // 2
-        squares[:half].add_(squares[n - half :])
-        squares = squares[: n - half]
-    return math.sqrt(float(squares)) if values.numel() else 0.0
+        squares[:, :half].add_(squares[:, n - half :])
+        squares = squares[:, : n - half]
+    return [math.sqrt(one) for one in squares.sum(1).tolist()]  # one is left of each row, or none
+
+
+def sorted_keys(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Sort ``(n,) int64`` vectors position by position: into the first go the smallest values, in the given memory.
+
+    A sort of few rows in all columns at once costs a minimum and a maximum a pair of rows (Batcher's odd-even merge
+    sort), which vector units take; ``torch.sort`` takes column by column."""
+    rows, least = list(rows), torch.empty_like(rows[0])
+    for low, high in _comparators(len(rows)):
+        torch.minimum(rows[low], rows[high], out=least)
+        torch.maximum(rows[low], rows[high], out=rows[high])
+        rows[low], least = least, rows[low]
+    return rows
+
+
+@lru_cache
+def _comparators(rows: int) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of rows that Batcher's odd-even merge sort compares, in order (Batcher 1968)."""
+
+    def pairs() -> Iterator[tuple[int, int]]:
+        size = 1
+        while size < rows:
+            apart = size
+            while apart:
+                for start in range(apart % size, rows - apart, 2 * apart):
+                    for low in range(start, min(start + apart, rows - apart)):
+                        if low // (2 * size) == (low + apart) // (2 * size):
+                            yield low, low + apart
+                apart //= 2
+            size *= 2
+
+    return tuple(pairs())
+
+
+def _keys(values: Tensor, member: int) -> Tensor:
+    """Return an integer for each value, ``(n,) int64``, ordered as values are and, of equal ones, as members are."""
+    bits = values.add(0.0).view(torch.int32)  # there is one zero
+    return _ordered(bits).to(torch.int64).bitwise_left_shift_(_MEMBER_BITS).bitwise_or_(member)
+
+
+def _value_and_member(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what ``_keys`` was given, ``(n,) float32`` and ``(n,) int64``."""
+    member = keys.bitwise_and((1 << _MEMBER_BITS) - 1)
+    return _ordered(keys.bitwise_right_shift_(_MEMBER_BITS).to(torch.int32)).view(torch.float32), member
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """Turn the bits of float32 values, ``(n,) int32``, into integers that are ordered as they are, or back; in
+    place."""
+    return bits.bitwise_xor_(bits.bitwise_right_shift(31).bitwise_and_(_ABSOLUTE))
 
 
 def _decoded(one: _Source, pieces: Sequence[Span], start: int, stop: int) -> Tensor:

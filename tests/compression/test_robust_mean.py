@@ -16,7 +16,8 @@ from shoal.compression.robust_mean import (
     Method,
     RobustMean,
     clipped_mean,
-    norm_of,
+    norms_of,
+    sorted_keys,
     trimmed_mean,
 )
 
@@ -134,7 +135,22 @@ def test_a_norm_is_added_up_in_one_order() -> None:
         half = len(squares) // 2
         rest = squares[half : len(squares) - half]
         squares = [a + b for a, b in zip(squares[:half], squares[len(squares) - half :], strict=True)] + rest
-    assert norm_of(values) == squares[0] ** 0.5
+    assert norms_of(torch.stack([values, drawn(4, 1001), values]))[::2] == [squares[0] ** 0.5] * 2
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 31, 128])
+def test_members_are_sorted_value_by_value(rows: int) -> None:
+    keys = torch.randint(-(2**50), 2**50, (rows, 40), generator=torch.Generator().manual_seed(rows))
+    assert torch.equal(torch.stack(sorted_keys(list(keys.clone()))), keys.sort(dim=0).values)
+
+
+def test_equal_values_are_in_the_members_order_and_there_is_one_zero() -> None:
+    """Whose weight is on the edge then is no matter of the sort."""
+    values = [torch.tensor([0.0, -1.5, 3.0]), torch.tensor([-0.0, -1.5, -3.0]), torch.tensor([0.0, -1.5, 0.5])]
+    mean = trimmed_mean(values, [1.0, 2.0, 5.0])
+    assert mean.tolist() == trimmed_mean([abs(values[0]) * values[0].sign(), *values[1:]], [1.0, 2.0, 5.0]).tolist()
+    assert mean[0] == 0.0
+    assert mean[1] == -1.5
 
 
 @pytest.mark.parametrize("method", METHODS)
