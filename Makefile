@@ -35,14 +35,15 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/shoal demo $(DEMO_ARGS)
 
-# Tests with real processes come last, as many at a time as there are cores: they mostly wait. Exit code 5 of pytest:
-# PYTEST_ARGS chose no test of that kind.
+# Tests with real processes come last, one more at a time than there are cores: they wait for half of their time. Exit
+# code 5 of pytest: PYTEST_ARGS chose no test of that kind.
+test test-all: TOGETHER = $(shell $(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)')
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest -n auto -m 'not integration and not matrix' $(PYTEST_ARGS) || [ $$? -eq 5 ]
-	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n $(TOGETHER) --dist worksteal -m 'integration and not slow' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-all: $(INSTALLED)
-	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and integration' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n $(TOGETHER) --dist worksteal -m 'slow and integration and not matrix' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)

@@ -27,9 +27,17 @@ TIMEOUT_S = 900
 CHAOS = "chaos"
 """The folder of fault matrices: in memory, and a part of them with real processes, which are all slow."""
 
-MATRICES = {"test_one_fault": 11, "test_more_faults": 11, "test_overlap": 11, "test_whole_loss": 5, "test_pipeline": 5}
-"""Modules there, and of how many cases of each of their tests ``make test`` runs one. These numbers have no divisor in
-common with those of moments, faults or states, so that each case has another one of each than the case before it."""
+MATRICES = {
+    "test_one_fault": 11,
+    "test_more_faults": 11,
+    "test_overlap": 11,
+    "test_whole_loss": 5,
+    "test_pipeline": 5,
+    "test_real_faults": 2,
+}
+"""Modules there, and of how many cases of each of their tests ``make test`` or ``make test-all`` runs one. In memory,
+these numbers have no divisor in common with those of moments, faults or states, so that each case has another one of
+each than the case before it; of those with real processes, every second one has each fault and each role."""
 
 SMOKE_ATTACKS = {
     "test_accusations": "test_newcomers_cannot_accuse_the_owners_away",
@@ -91,5 +99,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
             if number or is_slow(item):
                 item.add_marker("slow")
-        elif CHAOS in item.path.parts and number % MATRICES.get(item.path.stem, 1):
+        if CHAOS in item.path.parts and number % MATRICES.get(item.path.stem, 1):
             item.add_marker("matrix")

@@ -566,7 +566,7 @@ def test_the_runs_own_planner() -> None:
 
 
 def test_every_transaction_of_the_journal_is_a_point_to_go_on_from() -> None:
-    """From the newest snapshot, and of every fifth from the journal's beginning, too."""
+    """From the newest snapshot, and every fifth from the journal's beginning, too."""
     world = PipelineWorld(run_file(), 4)
     seen = 0
     while len(world.history) < 2:
