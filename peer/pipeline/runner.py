@@ -24,7 +24,7 @@ from shoal.peer.pipeline.mailbox import StageMailbox, StageShapes
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.tensor_store import TensorStore, offer_of
 from shoal.peer.pipeline.training import BackwardTask, ComputeResult, ForgetTask, ForwardTask, RepeatTask, Task
-from shoal.peer.pipeline.view_watch import ViewWatch, holders, is_held
+from shoal.peer.pipeline.view_watch import ViewWatch, holders
 from shoal.peer.pipeline.work_checks import CheckContext, CheckSettings, ExchangeLog, WorkChecker, WorkRepeater
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
@@ -143,11 +143,11 @@ class StageRunner:
         self._tensors = TensorStore(self._node, staging)
         self._drives = DriveRequests(members.run.client)
         self._watch = ViewWatch(members, engine.span)
+        context = CheckContext(members, engine.span, shapes, self._tensors, staging, checks)
         on_offer, on_note = self._shared.answer_offer, partial(self._shared.report, engine.noted)
         self._mailbox = StageMailbox(
-            self._node, engine.span, shapes, self._tensors, on_offer, on_note, self._holds, self._is_trusted
+            self._node, engine.span, shapes, self._tensors, on_offer, on_note, context.holds, self._is_trusted
         )
-        context = CheckContext(members, engine.span, shapes, self._tensors, staging, checks)
         self._exchanges = ExchangeLog()
         self._checker = WorkChecker(context, self._is_trusted)
         self._repeater = WorkRepeater(context, self._exchanges, self._queue_task)
@@ -435,9 +435,6 @@ class StageRunner:
             raise WireError(f"two other replicas compute other values than peer {wrong} for {fetch.micro_batch}")
 
     # Trust ----------------------------------------------------------------------------------------------------
-
-    def _holds(self, peer: str, stage: int) -> bool:
-        return is_held(self._members.run.client.view, peer, stage)
 
     def _is_trusted(self, peer: str) -> bool:
         return self._distrusted.get(peer, self._round) <= self._round

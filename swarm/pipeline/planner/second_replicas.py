@@ -72,7 +72,7 @@ class SecondReplicas:
 
     def _best_change(self, choice: Indices, movable: Flags) -> tuple[int, int] | None:
         holders, by_network = self._held(choice)
-        best = int(_cost(holders, (by_network > 0).sum(axis=0)).sum())
+        best = now = int(_cost(holders, (by_network > 0).sum(axis=0)).sum())
         found: list[tuple[int, int]] = []
         for peer in np.flatnonzero(movable):
             network, others, theirs = self._network[peer], holders, by_network
@@ -88,7 +88,7 @@ class SecondReplicas:
             least = int(after.min())
             if least < best:
                 best, found = least, []
-            if least == best and least < int(_cost(holders, (by_network > 0).sum(axis=0)).sum()):
+            if least == best and least < now:
                 found += [(int(peer), int(span)) for span in np.flatnonzero(after == least)]
         if not found:
             return None
