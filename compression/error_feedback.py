@@ -182,17 +182,30 @@ class ErrorFeedback:
         if kept is None:
             size = codec.packed_bytes(stop - start)
             packed = torch.empty(size, dtype=torch.uint8) if room is None else room(size)
-            residual = self._loaded(start, stop)
-            try:
-                # Into the residual's own memory, without a look at all sums before: ``begin`` knows that they are
-                # finite.
-                codec.encode_residual(_read(self._begun, start, stop), residual, residual.view(-1), packed)
-            except CodecError:  # the contribution has changed
-                self._store(start, stop, residual.zero_())
-                raise
-            self._store(start, stop, residual)
-            kept = self._encoded[start, stop] = _EncodedChunk(codec, packed)
+            self.encode_chunks(codec, [(codec, start, stop)], packed)
+            kept = self._encoded[start, stop]
         return kept.packed
+
+    def encode_chunks(self, codec: Codec, chunks: Sequence[tuple[Codec, int, int]], packed: Tensor) -> list[Tensor]:
+        """Encode adjacent chunks in one call into ``packed``, not to be changed: with short ones, calls cost more than
+        values. Returns each chunk's packed bytes.
+
+        ``codec``: that of all of them together, whose bytes are those of the chunks' own, one after the other. Raises
+        CodecError as ``encode_chunk``, and drops the residual of all chunks then."""
+        (_, start, _), (_, _, stop) = chunks[0], chunks[-1]
+        residual = self._loaded(start, stop)
+        try:
+            # Into the residual's own memory, without a look at all sums before: ``begin`` knows that they are finite.
+            codec.encode_residual(_read(self._begun, start, stop), residual, residual.view(-1), packed)
+        except CodecError:  # the contribution has changed
+            self._store(start, stop, residual.zero_())
+            raise
+        self._store(start, stop, residual)
+        sizes = [one.packed_bytes(its_stop - its_start) for one, its_start, its_stop in chunks]
+        rooms = list(packed.split(sizes))
+        for (one, its_start, its_stop), room in zip(chunks, rooms, strict=True):
+            self._encoded[its_start, its_stop] = _EncodedChunk(one, room)
+        return rooms
 
     def include_chunk(self, start: int, stop: int, factor: float = 1.0) -> None:
         """Record that the mean includes corrected[start:stop] as ``encode_chunk`` packed it, times ``factor``.

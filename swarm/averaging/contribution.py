@@ -23,6 +23,9 @@ from shoal.swarm.protocol.types import Blob
 _MOST_WORKERS = 8
 """Threads that encode one contribution, if there are so many processors."""
 
+_AT_ONCE = 1 << 18
+"""Elements of a call to encode. More would not stay in a processor's cache, and leaves are no longer."""
+
 
 @dataclass(frozen=True)
 class EncodedLeaf:
@@ -71,12 +74,15 @@ async def encode(feedback: ErrorFeedback, grid: LeafGrid, buffers: BufferPool) -
 def encode_leaves(feedback: ErrorFeedback, grid: LeafGrid, leaves: range, buffers: BufferPool) -> list[EncodedLeaf]:
     """Encode some leaves, in their order. Raises ``CodecError``."""
     encoded = []
-    for leaf in leaves:
-        packed = feedback.encode_chunk(
-            grid.codec(leaf), *grid.bounds(leaf), lambda size: torch.frombuffer(buffers.take(size), dtype=torch.uint8)
-        )
-        data = packed.numpy().data
-        encoded.append(EncodedLeaf(data, leaf_digest(data)))
+    at_once = max(1, _AT_ONCE // grid.leaf)
+    for first in range(leaves.start, leaves.stop, at_once):
+        run = range(first, min(first + at_once, leaves.stop))
+        codec, chunks = grid.codec_of(run), [(grid.codec(leaf), *grid.bounds(leaf)) for leaf in run]
+        size = codec.packed_bytes(chunks[-1][2] - chunks[0][1])
+        room = torch.frombuffer(buffers.take(size), dtype=torch.uint8)
+        for packed in feedback.encode_chunks(codec, chunks, room):
+            data = packed.numpy().data
+            encoded.append(EncodedLeaf(data, leaf_digest(data)))
     return encoded
 
 

@@ -17,7 +17,7 @@ class LeafGrid:
         self.leaf = leaf_elements(elements)
         self.leaves = -(-elements // self.leaf)
         self._elements = elements
-        self._codec_map = codec_map
+        self._codec_map = codec_map.by_leaf(self.leaf)
 
     def bounds(self, leaf: int) -> tuple[int, int]:
         """Return start and stop of a leaf's elements."""
@@ -26,6 +26,10 @@ class LeafGrid:
 
     def codec(self, leaf: int) -> Codec:
         return self._codec_map.contribution(*self.bounds(leaf))
+
+    def codec_of(self, leaves: range) -> Codec:
+        """The codec of adjacent leaves together, whose bytes are those of each, one after the other."""
+        return self._codec_map.contribution(self.bounds(leaves[0])[0], self.bounds(leaves[-1])[1])
 
     def within(self, start: int, stop: int) -> range:
         """Return the leaves of these elements. Raises ``WireError`` where some leaf is cut."""

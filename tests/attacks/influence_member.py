@@ -36,16 +36,20 @@ def send_huge() -> None:
 
 def send_random() -> None:
     """Send random bytes as packed contributions, with scales that are large numbers."""
-    real = ErrorFeedback.encode_chunk
+    real = ErrorFeedback.encode_chunks
 
-    def encode_chunk(self: ErrorFeedback, codec: Any, start: int, stop: int, room: Any = None) -> Tensor:
-        packed = real(self, codec, start, stop, room).clone()
+    def randomized(packed: Tensor, codec: Any, start: int, stop: int) -> Tensor:
+        packed = packed.clone()
         packed.numpy()[:] = bytearray(os.urandom(packed.numel()))
         scales = packed[: 4 * -(-(stop - start) // codec.block)].view(-1, 4)
         scales[:, 3] = 0x47  # random scales are mostly no numbers: these are from 2**15 to 2**17
         return packed
 
-    ErrorFeedback.encode_chunk = encode_chunk  # type: ignore[method-assign]
+    def encode_chunks(self: ErrorFeedback, codec: Any, chunks: Any, packed: Tensor) -> list[Tensor]:
+        encoded = real(self, codec, chunks, packed)
+        return [randomized(one, *chunk) for one, chunk in zip(encoded, chunks, strict=True)]
+
+    ErrorFeedback.encode_chunks = encode_chunks  # type: ignore[method-assign]
 
 
 def claim_everything() -> None:

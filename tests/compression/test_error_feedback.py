@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.codec_maps import get_codec_map
 from torch import Tensor
 
 from shoal.compression.codec import Codec
@@ -230,6 +231,26 @@ def test_what_is_taken_back_leaves_the_residual_of_before() -> None:
 def test_a_decay_out_of_range_is_refused(decay: float) -> None:
     with pytest.raises(CodecError, match="decay"):
         ErrorFeedback(3, decay)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_chunks_encoded_in_one_call_are_those_encoded_one_by_one(name: str) -> None:
+    n, codecs = 3 * 4096 + 1000, get_codec_map(name).by_leaf(4096)
+    alone, together = ErrorFeedback(n), ErrorFeedback(n)
+    bounds = [(start, min(start + 4096, n)) for start in range(0, n, 4096)]
+    for feedback in (alone, together):
+        feedback.load(lambda memory: memory.copy_(noise(6, n)))
+        feedback.begin(TensorReader(noise(5, n)))
+    expected = [alone.encode_chunk(codecs.contribution(*one), *one) for one in bounds]
+    whole, chunks = codecs.contribution(0, n), [(codecs.contribution(*one), *one) for one in bounds]
+    packed = together.encode_chunks(whole, chunks, torch.empty(whole.packed_bytes(n), dtype=torch.uint8))
+    assert all(torch.equal(a, b) for a, b in zip(expected, packed, strict=True))
+    assert together.encode_chunk(*chunks[1]) is packed[1]
+    for feedback in (alone, together):
+        feedback.keep_chunk(*bounds[1])
+        feedback.include_chunk(*bounds[3], 0.5)
+        feedback.commit()
+    assert torch.equal(alone.residual, together.residual)
 
 
 def test_threads_on_disjoint_chunks_give_the_same_as_one() -> None:
