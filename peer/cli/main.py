@@ -439,20 +439,44 @@ def status_command(
 
 @app.command("doctor")
 def doctor_command(
-    run: Annotated[Path | None, typer.Argument(help="Run file with the model to measure; by default a gpt.")] = None,
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RUN.toml|INVITE]",
+            help="Run file with the model to measure, by default a gpt; or a run's invite, to try the network with it.",
+        ),
+    ] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
     max_memory: Annotated[str, typer.Option(help="Memory of this machine that a run could use, such as 8G.")] = "",
     max_device_memory: Annotated[str, typer.Option(help="The same of the GPU's own memory.")] = "",
     data: DataOption = None,
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on, as for `shoal join`.")] = "0.0.0.0",
+    port_mapping: PortMapping = True,
 ) -> None:
-    """Show what this machine can do for a run: memory, speed of each layer, and advice."""
-    host_bytes, device_bytes = _memory("--max-memory", max_memory), _memory("--max-device-memory", max_device_memory)
-    from shoal.peer.cli.doctor import examine, report
-    from shoal.peer.training.device import MemoryLimits
+    """Show what this machine can do for a run, with advice: memory, speed of each layer, and how others reach it.
 
-    with console.status("Looking at this machine and measuring the model's layers"):
-        found = examine(run, device, MemoryLimits(host_bytes, device_bytes), data=data or ())
-    console.print(report(found))
+    With an invite the run's coordinator tries this machine's ports from outside."""
+    from shoal.peer.cli.doctor_network import examine_network, network_report
+    from shoal.swarm.protocol.addresses import split_host_port
+    from shoal.swarm.protocol.invite import Invite
+
+    invite = Invite.read(subject) if subject.startswith(("shoal://", "@")) else None
+    bind_to = split_host_port(bind)
+    if invite is None:
+        from shoal.peer.cli.doctor import examine, report
+        from shoal.peer.training.device import MemoryLimits
+
+        host_bytes, device_bytes = (
+            _memory("--max-memory", max_memory),
+            _memory("--max-device-memory", max_device_memory),
+        )
+        run, limits = Path(subject) if subject else None, MemoryLimits(host_bytes, device_bytes)
+        with console.status("Looking at this machine and measuring the model's layers"):
+            found = examine(run, device, limits, data=data or ())
+        console.print(report(found))
+    with console.status("Looking at this machine's network"):
+        network = asyncio.run(examine_network(invite, bind_to, maps_ports=port_mapping))
+    console.print(network_report(network))
 
 
 @app.command("demo")

@@ -25,6 +25,7 @@ from shoal.swarm.protocol.messages import (
     EVIDENCE_PIECE_BYTES,
     Acknowledged,
     CoordinatorToPeerAddresses,
+    CoordinatorToPeerAddressTried,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerReceipt,
     CoordinatorToPeerRun,
@@ -38,6 +39,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowAddresses,
     PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
+    PeerToCoordinatorTryAddress,
 )
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
@@ -281,6 +283,8 @@ class CoordinatorClient:
         self._run: PublishedRun | None = None
         self.reachable, self.unreachable = False, ""
         """Whether others can dial this peer, and if not, why."""
+        self.observed_host = ""
+        """The address that this peer comes from, as the coordinator sees it."""
         self.mapped: Address | None = None
         """Where a router forwards this member's ports to it; its next join names that, too."""
         self.coordinator_is_away = False
@@ -339,6 +343,7 @@ class CoordinatorClient:
         )
         check_hash(answer.run_hash, self.invite)
         self.reachable, self.unreachable = answer.reachable, answer.unreachable
+        self.observed_host = answer.observed_host
         assert self._connector.channel is not None
         host = self._connector.channel.remote_host
         self._coordinator_reach = least_reach(await all_addresses(host, 0, CONNECT_S))
@@ -347,6 +352,12 @@ class CoordinatorClient:
         self.joins += 1
         self._apply_view(answer.view)
 
+    @property
+    def round_trip_s(self) -> float:
+        """Shortest recent time from a request to the coordinator's answer; 0 before any."""
+        channel = self._connector.channel
+        return (channel.round_trip_s if channel is not None else None) or 0.0
+
     def _addresses(self) -> tuple[Address, ...]:
         """The ways in which others reach this member, the preferred one first."""
         control, data = self.me.ports or (self.node.control_port, self.node.data_port)
@@ -354,9 +365,18 @@ class CoordinatorClient:
         return (self.mapped, own, *self.relays) if self.mapped is not None else (own, *self.relays)
 
     async def show_addresses(self) -> None:
-        """Tell the coordinator how this member is reached from now on. Raises like ``ask``."""
+        """Tell the coordinator, once, how this member is reached from now on. Raises ``LinkError``.
+
+        The answer may take seconds, as the coordinator tries what it is told."""
         shown = PeerToCoordinatorShowAddresses(addresses=self._addresses())
-        self.reachable = (await self.ask(shown, CoordinatorToPeerAddresses)).reachable
+        answer = await self._connector.request(shown, CoordinatorToPeerAddresses, JOIN_S)
+        self.reachable = answer.reachable
+
+    async def try_address(self, address: Address) -> str:
+        """Have the coordinator dial this process at an address, once. Returns what does not work; empty if both ports
+        answer. Raises ``LinkError``."""
+        ask = PeerToCoordinatorTryAddress(addresses=(address,))
+        return (await self._connector.request(ask, CoordinatorToPeerAddressTried, JOIN_S)).trouble
 
     async def request_dial(self, ask: PeerToCoordinatorRequestDial, limit_s: float) -> None:
         """Have another member asked to dial this one, once. Raises ``LinkError``."""

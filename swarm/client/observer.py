@@ -41,7 +41,7 @@ async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
         await client.join()
         node.relays.credentials = RelayAccess(client).credentials
         async with task_scope() as tasks:
-            beats = tasks.create_task(_keep_place(client))
+            beats = tasks.create_task(keep_place(client))
             try:
                 yield client
             finally:
@@ -73,7 +73,7 @@ async def observe_stages(client: CoordinatorClient, stages: int) -> AsyncIterato
     for one in clients:
         await one.join()
     async with task_scope() as tasks:
-        beats = [tasks.create_task(_keep_place(one)) for one in clients]
+        beats = [tasks.create_task(keep_place(one)) for one in clients]
         try:
             yield tuple(clients)
         finally:
@@ -83,7 +83,7 @@ async def observe_stages(client: CoordinatorClient, stages: int) -> AsyncIterato
                 await one.leave("observed")
 
 
-async def _keep_place(client: CoordinatorClient) -> None:
+async def keep_place(client: CoordinatorClient) -> None:
     """Send empty heartbeats, as fetching a large model takes longer than the run's patience."""
     nothing = PeerToCoordinatorHeartbeat(
         round=0,

@@ -29,6 +29,7 @@ from shoal.swarm.protocol.identity import Identity, verify_certificate
 from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerAddresses,
+    CoordinatorToPeerAddressTried,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerDial,
     CoordinatorToPeerJoinAccepted,
@@ -63,6 +64,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowCapability,
     PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
+    PeerToCoordinatorTryAddress,
 )
 from shoal.swarm.protocol.paths import PASS_S, SignedRelay, make_pass
 from shoal.swarm.protocol.rounds import Verdict
@@ -123,6 +125,7 @@ class ScopeHandlers:
                 HostToCoordinatorCommand: self._host_command,
                 PeerToCoordinatorGetRelays: self._relays,
                 PeerToCoordinatorShowAddresses: self._show_addresses,
+                PeerToCoordinatorTryAddress: self._try_address,
                 PeerToCoordinatorRequestDial: self._request_dial,
             }
         if self.rounds is None:
@@ -345,6 +348,15 @@ class ScopeHandlers:
         async with self._request(channel):
             self.scope.admission.move(peer, moved)
         return CoordinatorToPeerAddresses(reachable=moved.reachable)
+
+    async def _try_address(self, channel: Channel, message: Message) -> Message:
+        """Dial a guest or a member at an address of its own that is not on the roster."""
+        assert isinstance(message, PeerToCoordinatorTryAddress)
+        peer = self.scope.admission.require_member(channel.remote_key)
+        self.service.path_requests.check(peer, 4)
+        addresses = _addresses_of(channel, message.addresses, "trainer", ())
+        entry = self.scope.membership.members[peer].entry.model_copy(update={"addresses": addresses})
+        return CoordinatorToPeerAddressTried(trouble=await self.service.node.try_both_ports(entry, _DIAL_BACK_S))
 
     async def _request_dial(self, channel: Channel, message: Message) -> Message:
         """Ask a member that cannot be reached to dial one that can."""

@@ -289,6 +289,12 @@ class PeerToCoordinatorShowAddresses(Message):
     addresses: ClaimedAddresses
 
 
+class PeerToCoordinatorTryAddress(Message):
+    """Ask to be dialed at an address that is not on the roster: by ``shoal doctor``, whose guest is no member yet."""
+
+    addresses: Annotated[ClaimedAddresses, Field(max_length=1)]
+
+
 class PeerToCoordinatorGetRelays(Message):
     """Ask for the run's relays, and for a pass to use them."""
 
@@ -362,6 +368,12 @@ class CoordinatorToPeerAddresses(Message):
     """The reported addresses are on the roster. ``reachable``: whether the first one can be dialed."""
 
     reachable: bool
+
+
+class CoordinatorToPeerAddressTried(Message):
+    """Both ports were dialed; ``trouble``: what does not work, empty if both answer."""
+
+    trouble: Text
 
 
 class CoordinatorToPeerRelays(Message):

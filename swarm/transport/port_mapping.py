@@ -260,12 +260,14 @@ def routers() -> list[Router]:
 
 @dataclass
 class PortMapper:
-    """Mappings of a peer's two ports. ``attempts``: by way, what came of it, for people."""
+    """Mappings of a peer's two ports. ``attempts``: by way, what came of it, for people; ``outer_host``: the
+    router's outer address, once it has told that."""
 
     ports: tuple[int, int]
     ways: list[Router] = field(default_factory=routers)
     mapping: Mapping | None = None
     attempts: dict[str, str] = field(default_factory=dict)
+    outer_host: str = ""
     _way: Router | None = None
 
     async def open(self) -> Mapping | None:
@@ -276,7 +278,7 @@ class PortMapper:
             except NoMapping as error:
                 self.attempts[way.name] = str(error)
                 continue
-            self._way, self.mapping = way, mapping
+            self._way, self.mapping, self.outer_host = way, mapping, mapping.host
             if reach_of(mapping.host) == "public":
                 self.attempts[way.name] = f"maps {mapping}"
                 return mapping

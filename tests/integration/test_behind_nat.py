@@ -51,3 +51,28 @@ def test_two_behind_nats_and_then_one_that_can_be_reached(swarm: Swarm) -> None:
 
         eventually("all three take part", together, START_S + ROUNDS_S, swarm.tails)
         assert not host.events("member_lost")
+
+
+def doctor(swarm: Swarm, lab: NatLab, machine: str, *arguments: str) -> str:
+    command = (*lab.inside(machine), "env", "COLUMNS=200", *SHOAL, "doctor", *arguments)
+    process = swarm.command(f"doctor-{machine}", *command)
+    assert process.exit_code(START_S) == 0, process.tail()
+    return " ".join(process.text().split())
+
+
+def test_the_doctor_tells_which_step_works_with_an_invite(swarm: Swarm) -> None:
+    kinds = {"host": Kind.PUBLIC, "pub": Kind.PUBLIC, "ann": Kind.SYMMETRIC, "half": Kind.PORT_RESTRICTED}
+    kinds["wall"] = Kind.INBOUND_BLOCKED
+    with nat_lab(kinds) as lab:
+        lab.forward("half", 6000)
+        host = hosting(swarm, lab, run_toml(max_s=0.5, patience_s=4.0))
+        alone = ("--no-port-mapping",)
+        assert "both ports are reached from outside" in doctor(swarm, lab, "pub", host.invite, *alone)
+        ann = doctor(swarm, lab, "ann", host.invite, *alone)
+        assert f"192.168.1.10; from outside {lab.outside('ann')}" in ann
+        assert "only over connections that this machine opens" in ann
+        assert f"--advertise {lab.outside('ann')}:PORT" in ann
+        half = doctor(swarm, lab, "half", host.invite, "--bind", "0.0.0.0:6000", *alone)
+        assert "One port is open and the other is not" in half
+        assert "A firewall keeps others out" in doctor(swarm, lab, "wall", host.invite, *alone)
+        assert not host.events("member_joined"), "guests are not recorded"

@@ -221,10 +221,12 @@ def test_the_command_prints_and_ends_well(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor.examine, "__defaults__", (tmp_path / "measured.json",))
     path = tmp_path / "run.toml"
     path.write_text(RUN)
-    done = CliRunner().invoke(app, ["doctor", str(path), "--device", "cpu", "--max-memory", "2G"])
+    alone = ["--bind", "127.0.0.1", "--no-port-mapping"]
+    done = CliRunner().invoke(app, ["doctor", str(path), "--device", "cpu", "--max-memory", "2G", *alone])
     assert done.exit_code == 0, done.output
     assert "tiny" in done.output
     assert "micro-batches of 2 samples a second" in done.output
+    assert "nobody has tried from outside" in done.output
     refused = CliRunner().invoke(app, ["doctor", str(path), "--device", "tpu"])
     assert isinstance(refused.exception, DeviceError)
     assert torch.get_num_threads() >= 1

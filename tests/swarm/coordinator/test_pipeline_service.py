@@ -88,6 +88,7 @@ class Peer:
 
     def __init__(self, member: Member, service: CoordinatorService) -> None:
         self.member = member
+        member.node.host_key = service.node.control.keys.public  # it dials back
         self.channel: Channel = member.node.control.dial(
             HOST, service.node.control_port, service.node.control.keys.public
         )
