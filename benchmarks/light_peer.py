@@ -21,7 +21,6 @@ import zmq.asyncio
 from light_view import Glance, Record, glance
 from zmq.utils import z85
 
-from shoal.swarm.aio import task_scope
 from shoal.swarm.averaging.norm_claims import pack, ranges
 from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError, TryLater
 from shoal.swarm.protocol.identity import CurveKeys, Identity
@@ -36,13 +35,13 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRequestLease,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
-    PeerToPeerPong,
     RequestFailed,
 )
 from shoal.swarm.protocol.statements import ContributionStatement, RoundName
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, SampleRange, TensorSpec
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
-from shoal.swarm.transport.sockets import bind, tune
+from shoal.swarm.transport.node import Node
+from shoal.swarm.transport.sockets import tune
 
 TOKENS_PER_SAMPLE = 1024
 SAMPLES_PER_LEASE = 16
@@ -108,27 +107,26 @@ class LightPeer:
         self._socket.close(linger=0)
 
     async def _join(self) -> None:
-        listening = self._open(zmq.ROUTER)
-        listening.curve_server = True
-        port = bind(listening, "127.0.0.1", 0)
         self._socket.curve_serverkey = z85.encode(self._invite.key)
         self._socket.connect(f"tcp://{self._invite.addresses[0]}")
-        ask = PeerToCoordinatorJoinRun(
-            run=self._invite.run,
-            certificate=self._identity.certify(self._keys),
-            name="light",
-            role="trainer",
-            device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
-            addresses=(Address(host="127.0.0.1", control_port=port, data_port=port),),
-            token=self._invite.token,
-        )
-        try:
-            async with task_scope() as tasks:
-                answering = tasks.create_task(_answer_ping(listening))
-                await self._request(ask)
-                answering.cancel()
-        finally:
-            listening.close(linger=0)
+
+        async def admit(key: bytes) -> bool:
+            return key == self._invite.key
+
+        # The coordinator dials both ports back; nobody else ever does, so they are closed again.
+        async with Node.open(self._keys, "127.0.0.1", (0, 0), admit) as node:
+            node.host_key = self._invite.key
+            await self._request(
+                PeerToCoordinatorJoinRun(
+                    run=self._invite.run,
+                    certificate=self._identity.certify(self._keys),
+                    name="light",
+                    role="trainer",
+                    device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
+                    addresses=(Address(host="127.0.0.1", control_port=node.control_port, data_port=node.data_port),),
+                    token=self._invite.token,
+                )
+            )
         layout = (TensorSpec(name="weight", shape=(self._habits.elements,)),)
         await self._request(
             PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=bytes(32), tokens_per_sample=TOKENS_PER_SAMPLE)
@@ -292,10 +290,3 @@ class LightPeer:
 
 def _trains(view: Glance, number: int) -> bool:
     return view.round == number and view.phase == "training"
-
-
-async def _answer_ping(listening: zmq.asyncio.Socket) -> None:
-    """Answer the ping with which the coordinator checks that a member can be reached."""
-    while True:
-        routing, data = await listening.recv_multipart()
-        await listening.send_multipart([routing, encode(Envelope("reply", decode(data).number, PeerToPeerPong()))])

@@ -324,14 +324,14 @@ class Node:
                 channel = self.control.dial(host, entry.address.control_port, key)
                 await channel.connected(wait_s)
                 await channel.request(PeerToPeerPing(), PeerToPeerPong, wait_s)
-            except LinkError:
+            except ShoalError:
                 return f"nothing answers at its control port, {join_host_port(host, entry.address.control_port)}"
             agree = partial(channel.request, reply=PeerToPeerLinkOpened, deadline_s=wait_s)
             try:
                 async with asyncio.timeout(wait_s):
                     link = await self._data.open_link(key, lambda: connect(host, data_port), agree)
                     await self._await_frame(link, wait_s)
-            except (LinkError, TimeoutError):
+            except (ShoalError, TimeoutError):
                 where = join_host_port(host, data_port)
                 return f"its control port answers, but its data port, {where}, does not: others need both"
             return ""
