@@ -120,7 +120,7 @@ def turn(kind: str, host: Child, invite: str, folder: Path, rounds: int) -> dict
         victim = [at.host, str(at.control_port), parts.key.hex()]
         command = ["nice", "-n", "19", sys.executable, str(STRANGER), kind, *victim]
         with said.open("wb") as file:
-            flood = subprocess.Popen([*command, str(KINDS[kind]), str(2 * LIMIT_S), parts.run], stdout=file)
+            flood = subprocess.Popen([*command, str(KINDS[kind]), str(2 * LIMIT_S), invite], stdout=file)
         while "begins" not in said.read_text() and time.monotonic() < began_s + LIMIT_S:
             time.sleep(0.05)
         began_s = time.monotonic()

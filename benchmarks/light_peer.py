@@ -231,7 +231,7 @@ class LightPeer:
             number = next(self._numbers)
             future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
             self._waiting[number] = future
-            await self._socket.send(encode(Envelope("request", number, message)))
+            await self._socket.send(encode(Envelope("request", number, message, run=self._invite.run)))
             try:
                 async with asyncio.timeout(self._habits.request_s):
                     data = await future

@@ -15,6 +15,7 @@ Event = dict[str, Any]
 FIELDS_OF_ALL: Mapping[str, str] = {
     "event": "the name of the event",
     "time": "when it happened, in seconds since 1970 (UTC)",
+    "run": "name of the run; in a host's events, and in some of a peer's",
     "stage": "the pipeline's stage that the event is about; absent where it is about the run",
 }
 

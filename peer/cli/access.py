@@ -251,7 +251,7 @@ def ask_host(folder: Path, keys: Path | None, command: HostCommand, reply: type[
     """Have a command carried out, by the running coordinator or in the journal itself.
 
     Raises ``StateFileError``, ``IdentityError``, ``StorageError``, ``Unreachable`` and the errors of the command."""
-    from shoal.peer.cli.host import CONTROL_FILE, IDENTITY_FILE, RUN_FILE, check_keys
+    from shoal.peer.cli.host import CONTROL_FILE, IDENTITY_FILE, RUN_FILE, check_keys, kept_port_keys
     from shoal.swarm.client.host_control import command_coordinator
     from shoal.swarm.coordinator.host_commands import command_journal
     from shoal.swarm.coordinator.local_journal import LocalJournal
@@ -264,8 +264,9 @@ def ask_host(folder: Path, keys: Path | None, command: HostCommand, reply: type[
     if not path.exists():
         raise StateFileError(f"{path}: the host's keys are missing; if they are elsewhere, give --identity FILE")
     identity = Identity.load_or_create(path)
-    key = identity.coordinator_keys().public
+    key = kept_port_keys(folder, identity).public
     text, run = load_run_file(folder / RUN_FILE)
+    named = run.run.name, run.hash
 
     def check(journal: LocalJournal) -> None:
         check_keys(identity, journal, path)
@@ -278,7 +279,7 @@ def ask_host(folder: Path, keys: Path | None, command: HostCommand, reply: type[
             try:
                 host, port = split_host_port((folder / CONTROL_FILE).read_text().strip())
                 address = Address(host=host, control_port=port)
-                return asyncio.run(command_coordinator(address, key, identity, run.hash, command, reply))
+                return asyncio.run(command_coordinator(address, key, identity, named, command, reply))
             except (OSError, Unreachable) as error:
                 if time.monotonic() > give_up_s:
                     raise Unreachable(
@@ -360,13 +361,11 @@ def _records(source: str, keys: Path) -> tuple[bytes, bytes, list[AccessRecord]]
     invite = Invite.parse(source)
     if not keys.exists():
         raise StateFileError(f"{keys}: is missing; only a run's host may read these records: give --identity FILE")
-    identity, at = Identity.load_or_create(keys), invite.addresses[0]
+    identity, at, named = Identity.load_or_create(keys), invite.addresses[0], (invite.run, invite.run_hash)
     found: list[AccessRecord] = []
     while True:
         ask = ListRecords(first=len(found))
-        page = asyncio.run(
-            command_coordinator(at, invite.key, identity, invite.run_hash, ask, CoordinatorToHostRecords)
-        )
+        page = asyncio.run(command_coordinator(at, invite.key, identity, named, ask, CoordinatorToHostRecords))
         found += page.records
         if not page.more or not page.records:
             return invite.run_hash, identity.public_key, found

@@ -1,4 +1,4 @@
-"""``shoal host``: a coordinator with its journal, until it is stopped."""
+"""``shoal host``: the coordinators of one or several runs with their journals, on one port, until they are stopped."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import zmq
+
 from shoal.peer.cli.host_events import describe_event
 from shoal.peer.cli.relay import RELAY_IDENTITY_FILE, HostRelays, RelayBeside
+from shoal.peer.cli.supervisor import Restarts
 from shoal.peer.directory.card import CardSource
 from shoal.peer.directory.card_writer import CardWriter, card_place
 from shoal.peer.directory.local_fit import shoal_version
@@ -27,12 +30,14 @@ from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.swarm import durable
 from shoal.swarm.aio import task_scope
 from shoal.swarm.coordinator.events import JournalEvent
+from shoal.swarm.coordinator.front import CoordinatorFront
 from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, JournalFiles, LocalJournal
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import (
     CorpusError,
     DeviceError,
+    HostCrashed,
     IdentityError,
     ModelMismatch,
     RecipeError,
@@ -45,7 +50,7 @@ from shoal.swarm.errors import (
     WireError,
 )
 from shoal.swarm.protocol.addresses import join_host_port, reach_of
-from shoal.swarm.protocol.identity import Identity, key_text
+from shoal.swarm.protocol.identity import CurveKeys, Identity, key_text
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.relay_url import RelayUrl
@@ -68,6 +73,10 @@ INVITE_FILE = "invite.txt"
 
 CONTROL_FILE = "control.txt"
 """File with the address at which this machine itself reaches the coordinator, for ``shoal invite`` and the like."""
+
+PORT_KEY_FILE = "port.key"
+"""File with the secret of the CURVE keys that a run shares with others on its port. Without it they are the run's own,
+made from its identity."""
 
 _PORT_FILE = "port.txt"
 _LAST_PORT = 65_535
@@ -130,21 +139,59 @@ class Hosting:
     key: str = ""
 
 
+@dataclass(frozen=True)
+class HostedRun:
+    """A run that is about to be served. ``pem``: the bytes of its host's identity file."""
+
+    text: str
+    run: RunFile
+    state: Path
+    identity: Identity
+    pem: bytes
+    backup: Backup | None
+
+    @property
+    def name(self) -> str:
+        return self.run.run.name
+
+
 async def host(
-    run_path: Path,
+    run_paths: Sequence[Path],
     options: HostOptions,
     on_start: Callable[[Hosting], None],
     on_event: Callable[[Event], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …
 
+    One run's errors end this; of several runs, one that fails begins again, and the others go on meanwhile.
     ``on_event``: called with every decision that people want to read, once it is journaled."""
+    if options.backup is not None and options.backup.resolve() == options.state.resolve():
+        raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
+    runs = [await _prepared(path, options) for path in run_paths]
+    names = tuple(one.name for one in runs)
+    if len(set(names)) < len(names):
+        raise UserError(f"two of the run files have the same [run] name: {', '.join(sorted(names))}")
+    keys = port_keys(runs)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    address = (options.bind[0], options.bind[1] or next(filter(None, (_earlier_port(one.state) for one in runs)), 0))
+    told = on_start, on_event
+    if len(runs) == 1:
+        with _leased(runs[0], options, keys) as journal:
+            async with CoordinatorFront.open(keys, address, names) as front:
+                await _serve(front, runs[0], journal, options, stop, *told)
+        return
+    async with CoordinatorFront.open(keys, address, names) as front, task_scope() as tasks:
+        kept = [tasks.create_task(_keep_serving(front, one, options, stop, *told)) for one in runs]
+        await asyncio.wait(kept)
+    if not any(one.result() for one in kept):
+        raise HostCrashed("none of the runs could go on, as was said above: their journals are kept")
 
-    def report(decided: JournalEvent) -> None:
-        event = describe_event(decided)
-        if event is not None:
-            on_event(event)
 
+async def _prepared(run_path: Path, options: HostOptions) -> HostedRun:
+    """Read a run file, and complete it. Raises ``RunFileError`` and what is wrong with the run on this machine."""
     text, run = load_run_file(run_path)
     if unused := unused_inner_settings(run, own_loop=run.recipe.name == "own"):
         log.warning("%s: %s has no effect in this run", run_path, ", ".join(unused))
@@ -152,71 +199,121 @@ async def host(
     if options.start_from is not None:
         text, run = await started_run_file(run_path, state, options.start_from)
     text, run = await pinned_run_file(text, run, state, pin=options.pin, folders=options.data)
-    if options.backup is not None and options.backup.resolve() == options.state.resolve():
-        raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
     identity, pem = host_identity(options.identity, state)
     backup = Backup(options.backup / run.run.name) if options.backup else None
-    journal = LocalJournal(state, run.hash, text, backup)
-    epoch = journal.lease()
+    return HostedRun(text, run, state, identity, pem, backup)
+
+
+@contextmanager
+def _leased(one: HostedRun, options: HostOptions, keys: CurveKeys) -> Iterator[tuple[LocalJournal, int]]:
+    """Hold a run's journal, which its host's keys fit; yields it with the lease's epoch. Raises ``FolderInUse``,
+    ``IdentityError`` and ``StorageError``."""
+    journal = LocalJournal(one.state, one.run.hash, one.text, one.backup)
     try:
-        check_keys(identity, journal, options.identity or state / IDENTITY_FILE)
-    except BaseException:
-        journal.close()
-        raise
-    if backup is not None:  # only after the check: the backup may hold the only copy of the right keys
-        backup.keep(RUN_FILE, text.encode())
-        backup.keep(IDENTITY_FILE, pem, 0o600)
-    beside: RelayBeside | None = None
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        address = (options.bind[0], options.bind[1] or _earlier_port(state))
-        async with CoordinatorService.serve(text, run, identity, address, journal, epoch) as service:
-            port = service.node.control_port
-            advertised = options.advertise or (() if options.via else ((_own_address(options.bind[0]), port),))
-            addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
-            relays = HostRelays(identity, run.hash, service.node)
-            service.relays = relays.current
-            if options.via:
-                await relays.register(options.via, _REGISTER_S)
-                addresses += tuple(url.address.model_copy(update={"relay_key": None}) for url in options.via)
-            elif options.relay:
-                place = options.bind[0], port + 1 if port < _LAST_PORT else 0
-                beside = RelayBeside(state / RELAY_IDENTITY_FILE, place, identity.public_key)
-                relays.run_beside(beside, advertised[0][0])
-            token = await service.printed_token()
-            invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash, token)
-            origin = HistoryOrigin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
-            about = {
-                _PORT_FILE: f"{port}\n".encode(),
-                CONTROL_FILE: f"{join_host_port(own_end(options.bind[0]), port)}\n".encode(),
-                INVITE_FILE: f"{invite}\n".encode(),
-                ORIGIN_FILE: pack_origin(origin),
-            }
-            for name, data in about.items():
-                mode = 0o600 if name == INVITE_FILE else 0o644
-                _write(state / name, data, mode)
-                if backup is not None:
-                    backup.keep(name, data, mode)
-            _write(state / RUN_FILE, text.encode())
-            service.observe(report)
-            scope = service.scope
-            resumed = scope.round_number, scope.anchor_version
-            at = card_place(options.publish, run.run.name) if options.publish else None
-            shown = at.shown if at else ""
-            on_start(
-                Hosting(invite, run.hash, state, run.start, run.pins, *resumed, shown, key_text(identity.public_key))
-            )
-            if at is None:
-                await service.wait(stop)
-            else:
-                await _publishing(service, invite, at, stop)
+        epoch = journal.lease()
+        check_keys(one.identity, journal, options.identity or one.state / IDENTITY_FILE)
+        if keys != one.identity.coordinator_keys():
+            _write(one.state / PORT_KEY_FILE, keys.secret.hex().encode() + b"\n", 0o600)
+        if one.backup is not None:  # only after the check: the backup may hold the only copy of the right keys
+            one.backup.keep(RUN_FILE, one.text.encode())
+            one.backup.keep(IDENTITY_FILE, one.pem, 0o600)
+            if keys != one.identity.coordinator_keys():
+                one.backup.keep(PORT_KEY_FILE, keys.secret.hex().encode() + b"\n", 0o600)
+        yield journal, epoch
     finally:
-        if beside is not None:
-            await beside.stop()
         journal.close()
+
+
+async def _keep_serving(
+    front: CoordinatorFront,
+    one: HostedRun,
+    options: HostOptions,
+    stop: asyncio.Event,
+    on_start: Callable[[Hosting], None],
+    on_event: Callable[[Event], None],
+) -> bool:
+    """Serve one of several runs; begin again, after longer and longer pauses, when it fails. Returns False when it has
+    failed too often."""
+    restarts = Restarts()
+    while not stop.is_set():
+        try:
+            with _leased(one, options, front.node.control.keys) as journal:
+                await _serve(front, one, journal, options, stop, on_start, on_event)
+        except Exception as error:  # whatever it is, the other runs go on
+            pause_s = restarts.pause_s(asyncio.get_running_loop().time())
+            about = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
+            if pause_s is None:
+                log.exception("the run %s has failed again and again, and is not served any more", one.name)
+                return False
+            log.error(
+                "the run %s cannot go on: %s%s; it begins again in %g s, other runs go on",
+                one.name,
+                about,
+                error,
+                pause_s,
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await stop.wait()
+    return True
+
+
+async def _serve(
+    front: CoordinatorFront,
+    one: HostedRun,
+    leased: tuple[LocalJournal, int],
+    options: HostOptions,
+    stop: asyncio.Event,
+    on_start: Callable[[Hosting], None],
+    on_event: Callable[[Event], None],
+) -> None:
+    """Serve a run until ``stop``. Raises what it cannot go on from."""
+
+    def report(decided: JournalEvent) -> None:
+        event = describe_event(decided)
+        if event is not None:
+            on_event(event | {"run": one.name})
+
+    text, run, state, identity, backup = one.text, one.run, one.state, one.identity, one.backup
+    async with AsyncExitStack() as ending, front.serving(text, run, identity, *leased) as service:
+        port = service.node.control_port
+        advertised = options.advertise or (() if options.via else ((_own_address(options.bind[0]), port),))
+        addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
+        relays = HostRelays(identity, run.hash, service.node)
+        service.relays = relays.current
+        if options.via:
+            await relays.register(options.via, _REGISTER_S)
+            addresses += tuple(url.address.model_copy(update={"relay_key": None}) for url in options.via)
+        elif options.relay:
+            place = options.bind[0], port + 1 if port < _LAST_PORT else 0
+            beside = RelayBeside(state / RELAY_IDENTITY_FILE, place, identity.public_key)
+            relays.run_beside(beside, advertised[0][0])
+            ending.push_async_callback(beside.stop)
+        token = await service.printed_token()
+        invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash, token)
+        origin = HistoryOrigin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
+        about = {
+            _PORT_FILE: f"{port}\n".encode(),
+            CONTROL_FILE: f"{join_host_port(own_end(options.bind[0]), port)}\n".encode(),
+            INVITE_FILE: f"{invite}\n".encode(),
+            ORIGIN_FILE: pack_origin(origin),
+        }
+        for name, data in about.items():
+            mode = 0o600 if name == INVITE_FILE else 0o644
+            _write(state / name, data, mode)
+            if backup is not None:
+                backup.keep(name, data, mode)
+        _write(state / RUN_FILE, text.encode())
+        service.observe(report)
+        scope = service.scope
+        resumed = scope.round_number, scope.anchor_version
+        at = card_place(options.publish, run.run.name) if options.publish else None
+        shown = at.shown if at else ""
+        on_start(Hosting(invite, run.hash, state, run.start, run.pins, *resumed, shown, key_text(identity.public_key)))
+        if at is None:
+            await service.wait(stop)
+        else:
+            await _publishing(service, invite, at, stop)
 
 
 async def _publishing(service: CoordinatorService, invite: Invite, place: Place, stop: asyncio.Event) -> None:
@@ -226,7 +323,7 @@ async def _publishing(service: CoordinatorService, invite: Invite, place: Place,
         log.warning("the card's invite names no public address, so others may not reach this host: see --advertise")
     if run.access.admission != "open" and not run.card.contact:
         log.warning("the card says nobody whom to ask for an invite: name one in the run file, [card] contact")
-    source = CardSource(run, invite, identity, identity.coordinator_keys(), shoal_version(), platform.python_version())
+    source = CardSource(run, invite, identity, service.node.control.keys, shoal_version(), platform.python_version())
 
     async def make(stopped: bool) -> bytes:
         async with service.lock:  # what is not in the journal yet, nobody is told
@@ -380,6 +477,33 @@ def host_identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
         return identity, path.read_bytes()
     except OSError as error:
         raise StorageError(f"{path}: cannot be used as identity file: {error}") from error
+
+
+def kept_port_keys(folder: Path, identity: Identity) -> CurveKeys:
+    """Return the CURVE keys with which a run is served, whose folder and identity these are. Raises ``IdentityError``
+    for a damaged file."""
+    path = folder / PORT_KEY_FILE
+    try:
+        return CurveKeys.from_secret(bytes.fromhex(path.read_text().strip()))
+    except FileNotFoundError:
+        return identity.coordinator_keys()
+    except (OSError, ValueError, zmq.ZMQError) as error:
+        raise IdentityError(f"{path}: cannot be used, restore it from the backup: {error}") from error
+
+
+def port_keys(runs: Sequence[HostedRun]) -> CurveKeys:
+    """Choose the CURVE keys of the port: those that invites of the runs name already, if there are any.
+
+    Raises ``UserError`` for runs whose invites name different ones."""
+    kept = {one.name: kept_port_keys(one.state, one.identity) for one in runs if is_host_folder(one.state)}
+    if len({keys.public for keys in kept.values()}) > 1:
+        raise UserError(
+            f"the runs {', '.join(kept)} were hosted apart, and their invites name different keys: host each by "
+            "itself, with another --bind"
+        )
+    if kept:
+        return next(iter(kept.values()))
+    return runs[0].identity.coordinator_keys() if len(runs) == 1 else CurveKeys.fresh()
 
 
 def check_keys(identity: Identity, journal: LocalJournal, path: Path) -> None:

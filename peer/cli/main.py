@@ -34,7 +34,7 @@ from shoal.peer.cli.guest import app as guest_commands
 from shoal.peer.cli.runs import DirectoryOption
 from shoal.peer.cli.runs import app as finding_commands
 from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
-from shoal.swarm.errors import RunEnded, ShoalError
+from shoal.swarm.errors import RunEnded, ShoalError, UserError
 
 if TYPE_CHECKING:
     from shoal.peer.cli.host import Hosting
@@ -114,7 +114,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more details
 
 @app.command("host")
 def host_command(
-    run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN.toml…", help="The run file, or several of them.")],
     bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")] = (
         f"0.0.0.0:{DEFAULT_PORT}"
     ),
@@ -158,7 +158,9 @@ def host_command(
         bool, typer.Option(UNSUPERVISED, help="Run as one process, for service managers that restart it themselves.")
     ] = False,
 ) -> None:
-    """Host a run: its coordinator keeps membership, rounds and verdicts. After a stop, the same command goes on."""
+    """Host a run: its coordinator keeps membership, rounds and verdicts. After a stop, the same command goes on.
+
+    Several runs share the port, and nothing else: one that fails begins again, while the others go on."""
     from shoal.peer.cli.host import HostOptions, host, say_pins, warn_descriptors
     from shoal.peer.terminal.events import plain_line
     from shoal.peer.terminal.reporter import Reporter, setup_logging
@@ -168,6 +170,8 @@ def host_command(
 
     setup_logging(console, verbose)
     warn_descriptors(allow_descriptors())
+    if len(runs) > 1 and (start_from is not None or identity is not None or via):
+        raise UserError("--from, --identity and --via are for one run: give each run a host of its own for that")
     start = start_of(start_from, identity, only_parameters=parameters_only)
     addresses = split_host_port(bind, DEFAULT_PORT), parse_advertised(advertise)
     folders = tuple(data or ())
@@ -205,9 +209,10 @@ def host_command(
 
         def on_event(event: Event) -> None:
             reporter.record(event)
-            console.print(plain_line(event), markup=False, highlight=False, soft_wrap=True)
+            line = plain_line(event, event["run"] if len(runs) > 1 else "")
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        asyncio.run(host(run, options, on_start, on_event))
+        asyncio.run(host(runs, options, on_start, on_event))
 
 
 @app.command("relay")

@@ -15,9 +15,10 @@ from shoal.peer.event_schema import Event
 # Words ------------------------------------------------------------------------------------------------------
 
 
-def plain_line(event: Event) -> str:
-    """Format an event as one line that starts with the time of day."""
-    return f"{clock(event.get('time'))}  {sentence(event)}"
+def plain_line(event: Event, run: str = "") -> str:
+    """Format an event as one line that starts with the time of day, and the run where there are several."""
+    of = f"{printable(run)}: " if run else ""
+    return f"{clock(event.get('time'))}  {of}{sentence(event)}"
 
 
 def sentence(event: Event) -> str:

@@ -84,7 +84,7 @@ class CoordinatorConnector:
         self.channel: Channel | None = None
         self._control = control
         self._relays = relays
-        self._key = invite.key
+        self._key, self._run = invite.key, invite.run
         # The last one that answered is first. All relays are one way, as the forwarder chooses among them.
         self._relayed = tuple(address for address in invite.addresses if address.is_relayed)
         self._addresses = [
@@ -192,8 +192,11 @@ class CoordinatorConnector:
     def _dial(self, address: Address) -> Channel:
         if address.is_relayed:
             port = self._relays.forwarder_to(self._key, self._relayed)
-            return self._control.dial("127.0.0.1", port, self._key, via=address)
-        return self._control.dial(address.host, address.control_port, self._key)
+            channel = self._control.dial("127.0.0.1", port, self._key, via=address)
+        else:
+            channel = self._control.dial(address.host, address.control_port, self._key)
+        channel.run = self._run
+        return channel
 
 
 def _combined_error(errors: dict[Address, LinkError]) -> LinkError:

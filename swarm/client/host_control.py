@@ -15,11 +15,16 @@ _CONNECT_S, _ANSWER_S = 5.0, 20.0
 
 
 async def command_coordinator(
-    address: Address, key: bytes, identity: Identity, run_hash: bytes, command: HostCommand, reply: type[M]
+    address: Address,
+    key: bytes,
+    identity: Identity,
+    run: tuple[str, bytes],
+    command: HostCommand,
+    reply: type[M],
 ) -> M:
-    """Have the coordinator at ``address``, with this CURVE ``key``, carry out a command of the host.
+    """Have the coordinator at ``address``, with this CURVE ``key``, carry out a command of the host on a run.
 
-    Raises ``Unreachable`` and the coordinator's errors."""
+    ``run``: its name and hash. Raises ``Unreachable`` and the coordinator's errors."""
     keys = CurveKeys.fresh()
     async with stranger(keys) as node:
         if address.is_relayed:
@@ -27,6 +32,7 @@ async def command_coordinator(
             channel = node.control.dial("127.0.0.1", port, key, via=address)
         else:
             channel = node.control.dial(address.host, address.control_port, key)
+        channel.run = run[0]
         await channel.connected(_CONNECT_S)
-        proof = identity.sign(host_proof(run_hash, keys.public))
+        proof = identity.sign(host_proof(run[1], keys.public))
         return await channel.request(HostToCoordinatorCommand(proof=proof, command=command), reply, _ANSWER_S)

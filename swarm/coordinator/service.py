@@ -23,7 +23,7 @@ from shoal.swarm.coordinator.placement import Planner, planner_of
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours, stale_journal_error
-from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, StorageError, TryLater, UnknownRun
+from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, ShoalError, StorageError, TryLater, UnknownRun
 from shoal.swarm.protocol.addresses import may_name, network_of, plain_host
 from shoal.swarm.protocol.identity import Identity, verify_certificate
 from shoal.swarm.protocol.messages import (
@@ -108,7 +108,7 @@ class ScopeHandlers:
         """By member, the moment from which it may get a whole roster again, whatever version it claims to have."""
         self._told_from_s: dict[str, float] = {}
         for kind, handler in self._requests().items():
-            service.node.control.handle(kind, handler, scope.number)
+            service.node.control.handle(kind, service.guarded(handler), scope.number, service.name)
 
     def _requests(self) -> dict[type[Message], Handler]:
         """Return which method answers which message in this scope."""
@@ -213,9 +213,8 @@ class ScopeHandlers:
         return _addresses_of(channel, claimed, role, await self.service.relays() if is_relayed else ())
 
     def _require_name(self, run: str) -> None:
-        name = self.scope.run.run.name
-        if run != name:
-            raise UnknownRun(f"this coordinator hosts the run {name!r}, not {run!r}: check the invite")
+        if run != self.service.name:
+            raise UnknownRun(f"the run {run!r} was asked of the run {self.service.name!r}: check the invite")
 
     async def _join(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorJoinRun)
@@ -572,11 +571,13 @@ _STOPS = "the coordinator cannot go on from its journal, and stops"
 
 
 class CoordinatorService:
-    """Answers the members of one run. Make it with ``serve``; ``wait`` raises when the journal fails."""
+    """Answers the members of one run, on a node that others may share; see ``CoordinatorFront``. ``wait`` raises what
+    the run cannot go on from: its journal has failed, or one of its handlers."""
 
     def __init__(
         self, run_toml: str, run: RunFile, identity: Identity, node: Node, journal: Journal, epoch: int
     ) -> None:
+        self.name = run.run.name
         self.identity = identity
         self.node = node
         self.run_toml = run_toml
@@ -610,7 +611,6 @@ class CoordinatorService:
         """Warning of members that cannot meet that was logged last."""
         self._trail = AccessTrail(run.hash, identity.sign, last_record(journal))
         self.run.log.start(self.scope)
-        node.control.guard.is_member = lambda key: self.scope.membership.holder(key) is not None
         self._set_clock()
         self._open_stages()
 
@@ -624,27 +624,45 @@ class CoordinatorService:
         if not self.assembled.is_set() and isinstance(self.run, PipelineRun) and self.run.is_assembled():
             self.assembled.set()
 
-    @classmethod
     @asynccontextmanager
-    async def serve(
-        cls, run_toml: str, run: RunFile, identity: Identity, address: tuple[str, int], journal: Journal, epoch: int
-    ) -> AsyncIterator[CoordinatorService]:
-        """Listen on ``address`` until the context ends. ``epoch``: of the lease on ``journal``."""
-
-        async def admit(key: bytes) -> bool:
-            return True  # strangers may ask to join; every other handler looks the key up
-
-        async with Node.open(identity.coordinator_keys(), address[0], (address[1], None), admit) as node:
-            service = cls(run_toml, run, identity, node, journal, epoch)
+    async def running(self) -> AsyncIterator[None]:
+        """Keep the run going until the context ends, and answer nobody afterwards."""
+        try:
             async with task_scope() as tasks:
-                loops = [tasks.create_task(service._tick()), tasks.create_task(service._push())]
-                if isinstance(service.run, PipelineRun):
-                    loops.append(tasks.create_task(service._plan(service.run, planner_of(run))))
+                loops = [tasks.create_task(self._tick()), tasks.create_task(self._push())]
+                if isinstance(self.run, PipelineRun):
+                    loops.append(tasks.create_task(self._plan(self.run, planner_of(self.scope.run))))
                 try:
-                    yield service
+                    yield
                 finally:
                     for task in loops:
                         task.cancel()
+        finally:
+            self.node.control.leave_run(self.name)
+
+    def knows_key(self, curve_key: bytes) -> bool:
+        """Whether the key is that of a member's process."""
+        return self.scope.membership.holder(curve_key) is not None
+
+    def guarded(self, handler: Handler) -> Handler:
+        """Return a handler whose own failure ends this run's service, and no other's."""
+
+        async def answer(channel: Channel, message: Message) -> Message:
+            try:
+                return await handler(channel, message)
+            except (ShoalError, OSError, ValueError):
+                raise
+            except Exception as error:
+                log.exception("a handler of the run %s failed on %s", self.name, type(message).__name__)
+                self._break(error)
+                raise DeadlineExceeded(_STOPS) from error
+
+        return answer
+
+    def _break(self, error: Exception) -> None:
+        """Have ``wait`` raise this error, unless there was one before."""
+        if not self._broken.done():
+            self._broken.set_exception(error)
 
     async def printed_token(self) -> bytes:
         """The token of the invite that the host prints; empty for an open run. Raises as ``flush``."""
@@ -654,9 +672,13 @@ class CoordinatorService:
             return token
 
     async def wait(self, stop: asyncio.Event) -> None:
-        """Until ``stop`` is set; raises ``StorageError`` when the journal cannot be written any more."""
-        self._broken.add_done_callback(lambda _: stop.set())
-        await stop.wait()
+        """Until ``stop`` is set; raises ``StorageError`` when the journal cannot be written any more, and what a
+        handler has failed with."""
+        async with task_scope() as tasks:
+            stopping = tasks.create_task(stop.wait())
+            ends: tuple[asyncio.Future[Any], ...] = (stopping, self._broken)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
         if self._broken.done():
             await self._broken
 
@@ -680,8 +702,7 @@ class CoordinatorService:
                 # Never cut short, as the journal is closed next: also when this raises ``CancelledError``, it is there.
                 await in_thread(self.journal.append, index, events)
             except StorageError as error:
-                if not self._broken.done():
-                    self._broken.set_exception(error)
+                self._break(error)
                 raise DeadlineExceeded(_STOPS) from error
             for event in events:
                 for observer in self._observers:
@@ -699,8 +720,7 @@ class CoordinatorService:
 
     def is_outdated(self, shown: Verdict) -> None:
         """A member has a verdict of ours that the journal lacks: nothing may be decided from it any more."""
-        if not self._broken.done():
-            self._broken.set_exception(stale_journal_error(self.journal.location, shown.round, self.scope.round_number))
+        self._break(stale_journal_error(self.journal.location, shown.round, self.scope.round_number))
 
     async def _tick(self) -> None:
         while not self._broken.done():

@@ -60,7 +60,9 @@ Kind = Literal["request", "reply", "notice"]
 _KINDS: tuple[Kind, ...] = ("request", "reply", "notice")
 
 
-_ARRAY_OF_6 = bytes(msgpack.Packer().pack_array_header(6))
+_ARRAY_OF_7 = bytes(msgpack.Packer().pack_array_header(7))
+_MAX_RUN = 64
+
 _SHARED = 32
 _shared: tuple[tuple[tuple[Record, ...], bytes], ...] = ()
 """The records that were packed last, and their bytes: for each scope a plan, a verdict and a roster, and older ones."""
@@ -68,15 +70,16 @@ _shared: tuple[tuple[tuple[Record, ...], bytes], ...] = ()
 
 @dataclass(frozen=True)
 class Envelope:
-    """A message with its kind, number and scope.
+    """A message with its kind, number, scope and run.
 
     ``number`` pairs a reply with its request; it is 0 in a notice, which has no reply. A reply has its request's
-    scope."""
+    scope. ``run``: the name of the run that a caller of a coordinator means, which may serve several; else empty."""
 
     kind: Kind
     number: int
     message: Message
     scope: int = 0
+    run: str = ""
 
 
 def encode(envelope: Envelope, limit_bytes: int | None = None) -> bytes:
@@ -85,8 +88,8 @@ def encode(envelope: Envelope, limit_bytes: int | None = None) -> bytes:
     Raises ``WireError`` when the message is larger."""
     message = envelope.message
     kind = _KINDS.index(envelope.kind)
-    head = [PROTOCOL_VERSION, kind, envelope.number, envelope.scope, type(message).__name__]
-    data = b"".join([_ARRAY_OF_6, *map(_packb, head), _pack(message)])
+    head = [PROTOCOL_VERSION, kind, envelope.number, envelope.scope, envelope.run, type(message).__name__]
+    data = b"".join([_ARRAY_OF_7, *map(_packb, head), _pack(message)])
     if len(data) > (MAX_MESSAGE_BYTES if limit_bytes is None else limit_bytes):
         raise WireError(f"{type(message).__name__} of {len(data)} bytes is too large to send")
     return data
@@ -235,7 +238,7 @@ def decode(data: bytes | memoryview) -> Envelope:
             "install the same release of shoal on both machines"
         )
     match fields:
-        case (_, int(kind), int(number), int(scope), str(name), dict(body)):
+        case (_, int(kind), int(number), int(scope), str(run), str(name), dict(body)):
             for value, limit, what in (
                 (kind, len(_KINDS), "kind"),
                 (number, 2**63, "number"),
@@ -243,7 +246,9 @@ def decode(data: bytes | memoryview) -> Envelope:
             ):
                 if isinstance(value, bool) or not 0 <= value < limit:
                     raise WireError(f"an envelope's {what} is out of range")
-            return Envelope(_KINDS[kind], number, _message(name, body), scope)
+            if len(run) > _MAX_RUN:
+                raise WireError("an envelope's run is out of range")
+            return Envelope(_KINDS[kind], number, _message(name, body), scope, run)
     raise WireError("not a Shoal message")
 
 

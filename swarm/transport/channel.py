@@ -40,6 +40,8 @@ class Channel:
     """Counts what is sent."""
     is_relayed: bool = False
     """Whether it was dialed over a relay, which may have no way to the other side at the moment."""
+    run: str = ""
+    """Name of the run that is meant on a dialed channel to a coordinator."""
     is_broken: bool = False
     was_connected: bool = False
     is_connected: bool = False
@@ -73,7 +75,7 @@ class Channel:
         self._waiting[number] = future
         try:
             async with asyncio.timeout(deadline_s):
-                await self.send(Envelope("request", number, message, scope))
+                await self.send(Envelope("request", number, message, scope, self.run))
                 self._sent.add(number)
                 sent_s = asyncio.get_running_loop().time() if self.is_connected else None
                 answer = await future
@@ -97,7 +99,7 @@ class Channel:
         try:
             # A connected socket accepts it at once; a reconnecting one would block until it is connected.
             async with asyncio.timeout(_NOTIFY_S):
-                await self.send(Envelope("notice", 0, message, scope))
+                await self.send(Envelope("notice", 0, message, scope, self.run))
         except TimeoutError as error:
             raise Unreachable(f"{self.label} is not connected at the moment") from error
 

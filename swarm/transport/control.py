@@ -50,6 +50,9 @@ MAX_CHANNELS = 4096
 MAX_HANDLERS = 4096
 """Most handlers that run at once: a thousand members may each have sent a few requests."""
 
+MAX_HANDLERS_PER_RUN = MAX_HANDLERS // 2
+"""Of those, most of one run of a coordinator: who floods it leaves room for the others."""
+
 MAX_HANDLERS_PER_KEY = 64
 _HANDSHAKE_TRIES = 2
 _MAX_SKIPPED = 256
@@ -82,26 +85,35 @@ class ControlPlane:
         self._context = context
         self._tasks = tasks
         self._limits = limits
-        self._handlers: dict[tuple[int, type[Message]], Handler] = {}
+        self._handlers: dict[tuple[str, int, type[Message]], Handler] = {}
+        self.without_handlers: Callable[[str], ShoalError | None] = lambda run: None
+        """Why a run of that name has no handlers here; None where that is not known."""
         self._router = context.socket(zmq.ROUTER)
         self._incoming: dict[bytes, Channel] = {}  # by key, those that were silent for longest first
         self._dialed: dict[tuple[str, bytes], Channel] = {}
         self._running_handlers = 0
         self._handlers_of: Counter[bytes] = Counter()
         """Running handlers by key, over all connections of its holder."""
+        self._handlers_of_run: Counter[str] = Counter()
         self._decoding_large = asyncio.Lock()
         self.origins = Origins()
         """Where callers come from that a local forwarder connects."""
         self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False, self.origins)
         """Guard of the ROUTER; its ``is_member`` is set by the node or the coordinator."""
 
-    def handle(self, kind: type[Message], handler: Handler, scope: int = 0) -> None:
-        """Register the handler of a message class in a scope; it returns the reply, or None to acknowledge."""
-        self._handlers[scope, kind] = handler
+    def handle(self, kind: type[Message], handler: Handler, scope: int = 0, run: str = "") -> None:
+        """Register the handler of a message class in a scope; it returns the reply, or None to acknowledge.
+
+        ``run``: of a coordinator's, the name by which its callers mean it."""
+        self._handlers[run, scope, kind] = handler
 
     def leave(self, scope: int) -> None:
         """Remove all handlers of a scope."""
-        self._handlers = {of: handler for of, handler in self._handlers.items() if of[0] != scope}
+        self._handlers = {of: handler for of, handler in self._handlers.items() if of[:2] != ("", scope)}
+
+    def leave_run(self, run: str) -> None:
+        """Remove all handlers of one of a coordinator's runs."""
+        self._handlers = {of: handler for of, handler in self._handlers.items() if of[0] != run}
 
     def start(self, host: str, port: int) -> int:
         """Bind; returns the port. Raises ``Unreachable`` when it cannot listen there."""
@@ -298,12 +310,22 @@ class ControlPlane:
         name = type(envelope.message).__name__
         if envelope.kind == "reply":
             channel.resolve(envelope.number, envelope.message)
-        elif self._handlers_of[channel.remote_key] >= MAX_HANDLERS_PER_KEY or self._running_handlers >= MAX_HANDLERS:
+        elif self._is_flooded(channel.remote_key, envelope.run):
             log.debug("dropped %s from %s: too many handlers are running", name, channel.label)
         else:
             self._handlers_of[channel.remote_key] += 1
+            self._handlers_of_run[envelope.run] += 1
             self._running_handlers += 1
             self._tasks.create_task(self._run_handler(channel, envelope))
+
+    def _is_flooded(self, key: bytes, run: str) -> bool:
+        """Whether as many handlers run as may: of a caller, of a coordinator's run, or in all."""
+        of_run = self._handlers_of_run[run] if run else 0
+        return (
+            self._handlers_of[key] >= MAX_HANDLERS_PER_KEY
+            or of_run >= MAX_HANDLERS_PER_RUN
+            or self._running_handlers >= MAX_HANDLERS
+        )
 
     def _drop(self, channel: Channel, error: LinkError) -> None:
         log.warning("ignoring %s after a bad message: %s", channel.label, error)
@@ -314,8 +336,11 @@ class ControlPlane:
 
     async def _run_handler(self, channel: Channel, envelope: Envelope) -> None:
         name = type(envelope.message).__name__
-        handler = self._handlers.get((envelope.scope, type(envelope.message)))
+        run, kind = envelope.run, type(envelope.message)
+        handler = self._handlers.get((run, envelope.scope, kind)) or self._handlers.get(("", envelope.scope, kind))
         try:
+            if handler is None and (why := self.without_handlers(run)) is not None:
+                raise why
             if handler is None:
                 where = f" (in scope {envelope.scope})" if envelope.scope else ""
                 raise WireError(f"{name} is not for this side{where}")
@@ -331,6 +356,9 @@ class ControlPlane:
             self._handlers_of[channel.remote_key] -= 1
             if not self._handlers_of[channel.remote_key]:
                 del self._handlers_of[channel.remote_key]
+            self._handlers_of_run[run] -= 1
+            if not self._handlers_of_run[run]:
+                del self._handlers_of_run[run]
             self._running_handlers -= 1
         if envelope.kind == "request":
             await self._reply(channel, Envelope("reply", envelope.number, answer, envelope.scope))

@@ -1,4 +1,4 @@
-"""A stranger who floods a port: ``flooding_stranger.py KIND HOST PORT KEY COUNT SECONDS [RUN]``.
+"""A stranger who floods a port: ``flooding_stranger.py KIND HOST PORT KEY COUNT SECONDS [INVITE]``.
 
 - ``messages``: so many strangers send the largest messages that the protocol knows, as fast as they can
 - ``frames``: the same in the largest messages that a caller may send
@@ -7,7 +7,7 @@
 - ``connections``: so many open TCP connections, opened again when they are closed
 - ``slow``: the same, each sending a byte of a handshake a second
 - ``idle``: so many prove a key and say nothing; prints a JSON line with the seconds until each was hung up on
-- ``joins``: so many at a time join ``RUN``, each time under a new identity
+- ``joins``: so many at a time join by ``INVITE``, with its token, each time under a new identity
 
 ``KEY``: the victim's CURVE key, in hex.
 """
@@ -30,6 +30,7 @@ import zmq
 from zmq.utils import z85
 
 from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import PROTOCOL_VERSION, PeerToCoordinatorJoinRun
 from shoal.swarm.protocol.types import Address, DeviceInfo
 from shoal.swarm.protocol.wire import Envelope, encode
@@ -60,7 +61,7 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, key: b
 
 def frames_of(kind: str) -> list[bytes]:
     # An envelope that begins as one of this version does: what follows is as costly to decode as can be.
-    head = b"\x96" + bytes([PROTOCOL_VERSION]) + b"\x00\x01\x00\xbePeerToCoordinatorDescribeModel"
+    head = b"\x97" + bytes([PROTOCOL_VERSION]) + b"\x00\x01\x00\xa0\xbePeerToCoordinatorDescribeModel"
     body = head + b"\x81\xa6layout\xdd\x00\x00\x00\x7f" + (b"\xdd\x00\x01\x00\x00" + b"\x80" * 65536) * 127
     match kind:
         case "messages":
@@ -69,7 +70,7 @@ def frames_of(kind: str) -> list[bytes]:
             return [body[start : start + FRAME_BYTES] for start in range(0, 2**20, FRAME_BYTES)]
         case "one-part":
             return [bytes(FRAME_BYTES)] * 6000
-    return [b"\x96" + bytes([PROTOCOL_VERSION]) + b"\x02\x00\x00\xaePeerToPeerPing\x80"]
+    return [b"\x97" + bytes([PROTOCOL_VERSION]) + b"\x02\x00\x00\xa0\xaePeerToPeerPing\x80"]
 
 
 def flood(kind: str, host: str, port: int, key: bytes, until_s: float) -> None:
@@ -158,7 +159,7 @@ def idle(host: str, port: int, key: bytes, count: int, until_s: float) -> list[f
     return lasted
 
 
-def join(host: str, port: int, key: bytes, run: str, until_s: float) -> None:
+def join(host: str, port: int, key: bytes, invite: Invite, until_s: float) -> None:
     """Join under one new identity after the other."""
     global made, reached
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -170,15 +171,16 @@ def join(host: str, port: int, key: bytes, run: str, until_s: float) -> None:
             socket.curve_publickey, socket.curve_secretkey = z85.encode(keys.public), z85.encode(keys.secret)
             socket.connect(f"tcp://{host}:{port}")
             ask = PeerToCoordinatorJoinRun(
-                run=run,
+                run=invite.run,
                 certificate=identity.certify(keys),
                 name="nobody",
                 role="trainer",
                 device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
                 addresses=(Address(host="", control_port=1, data_port=2),),
+                token=invite.token,
             )
             with suppress(zmq.Again):
-                socket.send(encode(Envelope("request", 1, ask)))
+                socket.send(encode(Envelope("request", 1, ask, run=invite.run)))
                 socket.recv()
                 made += 1
                 reached += 1
@@ -219,7 +221,7 @@ def main() -> None:
         case "idle":
             print(json.dumps({"lasted_s": idle(host, port, key, count, until_s)}), flush=True)
         case "joins":
-            in_parallel(join, count, host, port, key, sys.argv[7], until_s)
+            in_parallel(join, count, host, port, key, Invite.parse(sys.argv[7]), until_s)
         case _:
             in_parallel(flood, count, kind, host, port, key, until_s)
 

@@ -94,7 +94,7 @@ class Joiner:
                 async with asyncio.timeout(BEAT_S):
                     while True:
                         self.received_bytes += len(await socket.recv())
-            await socket.send(encode(Envelope("request", 7, HEARTBEAT)))
+            await socket.send(encode(Envelope("request", 7, HEARTBEAT, run=self._invite.run)))
 
     async def once(self, host: str, port: int | None, identity: Identity | None = None) -> str:
         """Join once with that address; return the answer's class, or the error's code and message."""
@@ -128,7 +128,7 @@ class Joiner:
             token=self._invite.token,
         )
         try:
-            await socket.send(encode(Envelope("request", 1, ask)))
+            await socket.send(encode(Envelope("request", 1, ask, run=self._invite.run)))
             while True:
                 data = await socket.recv()
                 self.received_bytes += len(data)

@@ -251,7 +251,7 @@ async def staged(folder: Path) -> AsyncIterator[Scene]:
         started: asyncio.Future[CoordinatorService] = asyncio.get_running_loop().create_future()
 
         async def serve() -> None:
-            async with CoordinatorService.serve(TOML, run, host, (HOST, 0), journal, epoch) as serving:
+            async with serve(TOML, run, host, (HOST, 0), journal, epoch) as serving:
                 serving.observe(scene.events.append)
                 started.set_result(serving)
                 await serving.wait(over)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.fakes.audits import ELEMENTS, HOST, MEMBERS, change_a_bit, committed_round
+from tests.fakes.hosts import serve
 from tests.fakes.virtual_clock import run_virtual
 from tests.swarm.coordinator.world import CPU, entry, heartbeat
 
@@ -59,7 +60,7 @@ def serving(
     async def main() -> list[JournalEvent]:
         journal = LocalJournal(folder, RUN.hash, TOML)
         try:
-            async with CoordinatorService.serve(TOML, RUN, HOST, ("127.0.0.1", 0), journal, journal.lease()) as service:
+            async with serve(TOML, RUN, HOST, ("127.0.0.1", 0), journal, journal.lease()) as service:
                 for number in (1, 2):
                     service.scope.admission.join(entry(number), CPU, service.run.log.now_s)
                     service.handlers[0].rounds.describe_model(entry(number).peer, MODEL)  # type: ignore[union-attr]

@@ -121,6 +121,8 @@ class _Plane(ControlPlane):
         self._nodes = nodes
         self._tasks = tasks
         self._handlers = {}
+        self._handlers_of_run = Counter()
+        self.without_handlers = lambda run: None
         self._incoming = {}
         self._dialed = {}
         self._running_handlers = 0

@@ -90,7 +90,7 @@ async def test_stages_are_entered_and_left_at_any_time() -> None:
             assert list(members.stages) == [0]
             assert trainers(coordinator) == {0: 1, 1: 1, 2: 0}
             assert members.run.client._clients == [members.run.client, first.client]
-            assert {scope for scope, _ in members.run.node.control._handlers} == {0, 1}
+            assert {scope for _, scope, _ in members.run.node.control._handlers} == {0, 1}
             await first.send_heartbeat()
             await members.run.send_heartbeat()
             await members.enter(1)

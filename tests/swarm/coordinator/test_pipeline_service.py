@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from tests.fakes.hosts import serve
 from tests.swarm.coordinator.pipeline_world import initial, model
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, heartbeat, report
 from tests.swarm.network import HOST, LONG_S, Member
@@ -92,6 +93,7 @@ class Peer:
         self.channel: Channel = member.node.control.dial(
             HOST, service.node.control_port, service.node.control.keys.public
         )
+        self.channel.run = service.name
         self.done: dict[int, tuple[SampleRange, ...]] = {}
 
     async def ask(self, message: Message, reply: type[M], scope: int = 0) -> M:
@@ -152,7 +154,7 @@ async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
     member.allowed.add(identity.coordinator_keys().public)
     await member.start()
     journal = Written(tmp_path, file.hash, TOML)
-    async with CoordinatorService.serve(TOML, file, identity, (HOST, 0), journal, journal.lease()) as service:
+    async with serve(TOML, file, identity, (HOST, 0), journal, journal.lease()) as service:
         peer = Peer(member, service)
         assert (await peer.join()).pipeline is None
         with pytest.raises(WireError, match=r"in scope 1"):
@@ -178,7 +180,7 @@ async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
     journal.close()
 
     journal = Written(tmp_path, file.hash, TOML)
-    async with CoordinatorService.serve(TOML, file, identity, (HOST, 0), journal, journal.lease()) as service:
+    async with serve(TOML, file, identity, (HOST, 0), journal, journal.lease()) as service:
         peer = Peer(member, service)
         for scope in (1, 2):  # what was not released is this peer's still
             await peer.beat(scope)
@@ -227,7 +229,7 @@ async def cut_run(folder: Path) -> AsyncIterator[tuple[CoordinatorService, Peer]
     await member.start()
     journal = Written(folder, file.hash, TOML)
     try:
-        async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal, journal.lease()) as service:
+        async with serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal, journal.lease()) as service:
             peer = Peer(member, service)
             await peer.join()
             await peer.show()
@@ -277,7 +279,7 @@ async def test_everybody_is_answered_while_the_planner_is_at_it(
         await member.start()
     journal = Written(tmp_path, file.hash, TOML)
     try:
-        async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal, journal.lease()) as service:
+        async with serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal, journal.lease()) as service:
             one, two = Peer(first, service), Peer(second, service)
             await one.join()
             await one.show()

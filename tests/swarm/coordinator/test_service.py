@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.fakes.hosts import serve
 from tests.swarm.coordinator.world import CPU, MODEL, entry, heartbeat
 
 from shoal.swarm.coordinator.events import JournalEvent, LeaseGranted
@@ -60,9 +61,7 @@ async def leases(service: CoordinatorService, members: Sequence[int]) -> list[An
 
 
 def serve_members(journal: _Journal) -> Any:
-    return CoordinatorService.serve(
-        TOML, parse_run_file(TOML), Identity.generate(), ("127.0.0.1", 0), journal, journal.lease()
-    )
+    return serve(TOML, parse_run_file(TOML), Identity.generate(), ("127.0.0.1", 0), journal, journal.lease())
 
 
 def admit(service: CoordinatorService) -> None:

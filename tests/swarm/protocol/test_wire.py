@@ -96,7 +96,7 @@ def test_mutated_bytes(message: Message, data: st.DataObject) -> None:
 @settings(deadline=None)
 @given(messages, PLAIN, st.data())
 def test_replaced_values(message: Message, value: Any, data: st.DataObject) -> None:
-    envelope: list[Any] = [PROTOCOL_VERSION, 0, 1, 0, type(message).__name__, message.model_dump()]
+    envelope: list[Any] = [PROTOCOL_VERSION, 0, 1, 0, "", type(message).__name__, message.model_dump()]
     if envelope[5] and data.draw(st.booleans()):
         envelope[5][data.draw(st.sampled_from(sorted(envelope[5])))] = value
     else:
@@ -117,7 +117,7 @@ def body(**changes: Any) -> bytes:
     fields: dict[str, Any] = {"stream": 1, "first": 0, "stop": 9, "credit": 8}
     fields["blob"] = {"kind": "state", "number": 3}
     fields.update(changes)
-    return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToPeerOpenStream", fields]))
+    return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "", "PeerToPeerOpenStream", fields]))
 
 
 def test_fields_are_strict() -> None:
@@ -155,7 +155,7 @@ def test_fields_are_strict() -> None:
                 ]
             )
         )
-    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToCoordinatorLeave", {"reason": "x" * 2001}]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "", "PeerToCoordinatorLeave", {"reason": "x" * 2001}]))
 
 
 def test_envelopes_are_strict() -> None:
@@ -170,20 +170,20 @@ def test_envelopes_are_strict() -> None:
         (0, 1, "Blob"),
         (0, 1, b"PeerToPeerPing"),
     ):
-        refuses(msgpack.packb([PROTOCOL_VERSION, kind, number, 0, name, {}]))
+        refuses(msgpack.packb([PROTOCOL_VERSION, kind, number, 0, "", name, {}]))
     for scope in (-1, MAX_STAGES + 1, True, "0", None, 0.0):
-        refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, scope, "PeerToPeerPing", {}]))
-    decode(msgpack.packb([PROTOCOL_VERSION, 0, 1, MAX_STAGES, "PeerToPeerPing", {}]))
-    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerPing", {}]))
-    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToPeerPing", {}, 0]))
-    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToPeerPing"]))
-    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToPeerPing", []]))
+        refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, scope, "", "PeerToPeerPing", {}]))
+    decode(msgpack.packb([PROTOCOL_VERSION, 0, 1, MAX_STAGES, "", "PeerToPeerPing", {}]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerPing", "", {}]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "", "PeerToPeerPing", {}, 0]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "", "PeerToPeerPing"]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "", "PeerToPeerPing", []]))
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdd\x00\x00\x00\x01"])
 def test_deep_nesting(opening: bytes) -> None:
     refuses(opening * 300_000)
-    refuses(b"\x96\x03\x00\x01\x00\xaePeerToPeerPing" + opening * 100_000)
+    refuses(b"\x97\x03\x00\x01\x00\xa0\xaePeerToPeerPing" + opening * 100_000)
 
 
 def test_huge_declared_lengths() -> None:
@@ -232,7 +232,7 @@ def test_other_versions(version: int) -> None:
 def test_what_is_logged_has_no_control_characters() -> None:
     for data in (
         body(**{"\x1b[2J\n": 1}),
-        msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "\x1b[2J\n", {}]),
+        msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "", "\x1b[2J\n", {}]),
     ):
         with pytest.raises(WireError) as caught:
             decode(data)
@@ -244,7 +244,7 @@ def test_many_problems_are_counted_not_spelled_out() -> None:
     digests = [1] * 250
     fields = {"round": 0, "digests": digests, "dropped": [], "trouble": ""}
     with pytest.raises(WireError, match="250 problems"):
-        decode(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToCoordinatorRoundReport", fields]))
+        decode(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "", "PeerToCoordinatorRoundReport", fields]))
 
 
 def test_failures_travel() -> None:
@@ -309,7 +309,7 @@ def test_the_layout_of_the_largest_model_fits() -> None:
 def test_hostile_layouts() -> None:
     def said(layout: bytes) -> bytes:
         fields = {"layout": layout, "corpus_digest": None, "tokens_per_sample": 1}
-        return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToCoordinatorDescribeModel", fields]))
+        return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "", "PeerToCoordinatorDescribeModel", fields]))
 
     one = struct.pack(">HB1Q", 1, 1, 5) + b"w"
     assert decode(said(zlib.compress(one)))

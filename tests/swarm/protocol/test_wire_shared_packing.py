@@ -14,7 +14,7 @@ from shoal.swarm.protocol.wire import Envelope, decode, encode
 
 
 def whole(message: Message) -> bytes:
-    packed: bytes = msgpack.packb([PROTOCOL_VERSION, 2, 0, 0, type(message).__name__, message.model_dump()])
+    packed: bytes = msgpack.packb([PROTOCOL_VERSION, 2, 0, 0, "", type(message).__name__, message.model_dump()])
     return packed
 
 
