@@ -79,7 +79,7 @@ def run_host(pipe: Connection, site: Site, folder: Path) -> None:
             pipe.send((event["committed"], event["tokens_total"], event["elapsed_s"]))
 
     options = HostOptions(folder / "host-identity", folder / "host", bind=(site.address, 0))
-    asyncio.run(host(folder / "run.toml", options, on_start, on_event))
+    asyncio.run(host([folder / "run.toml"], options, on_start, on_event))
 
 
 def run_peer(site: Site, invite: str, folder: Path, step_s: float) -> None:

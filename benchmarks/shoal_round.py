@@ -42,7 +42,9 @@ def run_coordinator(pipe: Connection, toml: str, folder: Path, site: Site | None
     (folder / "run.toml").write_text(toml)
     options = HostOptions(folder / "identity", folder / "state", bind=(address, 0))
     threading.Thread(target=answer, daemon=True).start()
-    asyncio.run(host(folder / "run.toml", options, lambda hosting: pipe.send(str(hosting.invite)), lambda event: None))
+    asyncio.run(
+        host([folder / "run.toml"], options, lambda hosting: pipe.send(str(hosting.invite)), lambda event: None)
+    )
 
 
 @dataclass(frozen=True)

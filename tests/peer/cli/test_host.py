@@ -75,7 +75,7 @@ def test_wrong_keys_change_nothing_in_the_backup(state: Path, tmp_path: Path) ->
         raise AssertionError("it has begun")
 
     with pytest.raises(IdentityError, match="other has not the keys"):
-        asyncio.run(host(toml, options, started, lambda _: None))
+        asyncio.run(host([toml], options, started, lambda _: None))
     assert (tmp_path / "backup" / "reef" / "identity").read_bytes() == b"the right keys"
     leased(state, run.hash, text).close()
 
@@ -85,5 +85,5 @@ def test_a_backup_in_the_same_place_is_none(state: Path, tmp_path: Path) -> None
     run.write_text('[run]\nname = "reef"\n[recipe]\nname = "own"\n[round]\ntokens = 1\n')
     options = HostOptions(None, state.parent, backup=tmp_path / "." / "state")
     with pytest.raises(UserError, match="another disk"):
-        asyncio.run(host(run, options, lambda _: None, lambda _: None))
+        asyncio.run(host([run], options, lambda _: None, lambda _: None))
     assert not state.exists()
