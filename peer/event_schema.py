@@ -46,6 +46,11 @@ _TRAFFIC: Mapping[str, str] = {
     "bytes_received": "bytes that it has received",
 }
 
+_AMENDED = EventKind(
+    "the host has changed settings of the run",
+    {"round": "the round from which they count", "changes": "JSON of the new value by name of the setting"},
+)
+
 PEER_EVENTS: Mapping[str, EventKind] = {
     "joined": EventKind(
         "this peer has joined the run",
@@ -75,6 +80,7 @@ PEER_EVENTS: Mapping[str, EventKind] = {
             "caught_up": "rounds that were applied to that checkpoint",
         },
     ),
+    "amended": _AMENDED,
     "committed": EventKind(
         "a round was committed and applied here",
         {
@@ -134,6 +140,7 @@ PEER_EVENTS: Mapping[str, EventKind] = {
 }
 
 HOST_EVENTS: Mapping[str, EventKind] = {
+    "amended": _AMENDED,
     "member_joined": EventKind(
         "a peer was admitted",
         {

@@ -48,6 +48,7 @@ class SessionOptions:
     ``role``: ``trainer`` trains and reduces parts of the mean, ``contributor`` only trains, ``validator``
     scores the others, ``follower`` only follows; ``checkpoints``: which are kept, None for none; ``copy_to``: where
     checkpoints are copied to;
+    ``accept_amendments``: go on where the host makes the run longer than it was;
     ``start_from``: folder of the checkpoint that the run starts from, if this machine has it; ``data``: folders below
     which the run may read the files that it names, without any none; ``limits``: on what this process sends and
     receives, which may be changed at any time; ``on_event``: called with every event, from any thread.
@@ -63,6 +64,7 @@ class SessionOptions:
     checkpoints: Retention | None = field(default_factory=Retention)
     copy_to: CopyDestination | None = None
     start_from: Path | None = None
+    accept_amendments: bool = False
     data: tuple[Path, ...] = ()
     limits: TrafficLimits = field(default_factory=TrafficLimits)
     on_event: Callable[[Event], None] | None = None

@@ -270,8 +270,9 @@ class Session:
         return self._lr_factor()
 
     def _lr_factor(self) -> float:
-        view = self.view
-        return run_lr_factor(self.run_file, view.tokens_committed + view.tokens_in_round)
+        view, now = self.view, self._member.client.run_now
+        of_amended = now.inner.lr / self.run_file.inner.lr
+        return run_lr_factor(now, view.tokens_committed + view.tokens_in_round) * of_amended
 
     def _note_samples(self, samples: int) -> None:
         """Report samples that were counted, and close the round when it is due."""
@@ -396,6 +397,7 @@ class Session:
         replica = self._replica
         if self._can_conclude():
             return self._run_round(replica.conclude_round)
+        self._connection.look_at_amendments()
         match self._attention():
             case Attention.ENDED:
                 # Other peers may still fetch the round's results from this one.

@@ -18,6 +18,7 @@
     │   ├── Diverged            19    training produces infinite values or NaN
     │   ├── DirectoryError      58    a directory of runs, a run's card, or a run of that name in them
     │   └── NotAccepted         50    the owner of this machine has not agreed to the run
+    │       └── RunAmended      56    ... and not to what its host has changed since
     ├── LinkError                     another machine, or the connection to it, failed
     │   ├── Unreachable         20    nothing answers at the address
     │   │   └── MemberGone      20    the peer is not a member of the run any more
@@ -140,6 +141,12 @@ class NotAccepted(UserError):
     """The run requires something of this machine to which its owner has not agreed."""
 
     exit_code = 50
+
+
+class RunAmended(NotAccepted):
+    """The host has changed the run in a way to which the owner of this machine has not agreed."""
+
+    exit_code = 56
 
 
 class LinkError(ShoalError):

@@ -219,9 +219,53 @@ def _note(text: str) -> str:
     return text
 
 
+# The run --------------------------------------------------------------------------------------------------------
+
+
+@app.command("amend")
+def amend_command(
+    run: RunArgument,
+    changes: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE…", help="Settings of the run file, such as outer.lr=0.5.")
+    ],
+    at_round: Annotated[
+        int, typer.Option(min=0, help="First round with them; by default the next one after the open one.")
+    ] = 0,
+    identity: HostKeys = None,
+) -> None:
+    """Change settings of a running run: learning rates, the size of rounds, the run's end, access, the card's text."""
+    from shoal.swarm.protocol.messages import AmendRun, CoordinatorToHostAmended
+
+    command = AmendRun(changes=parse_changes(changes), at_round=at_round)
+    made = ask_host(host_folder(run), identity, command, CoordinatorToHostAmended)
+    for one in made.amendments:
+        console.print(Text(_plain(one.text)), soft_wrap=True)
+    console.print(f"Round {made.round} is open now. Members see this at once.")
+
+
+def parse_changes(given: list[str]) -> tuple[tuple[str, str], ...]:
+    """Parse ``KEY=VALUE`` as names of settings with JSON; what is no JSON is a text. Raises ``UserError``."""
+    import json
+
+    found: dict[str, str] = {}
+    for one in given:
+        key, equals, text = one.partition("=")
+        if not equals or not re.fullmatch(r"[a-z_]{1,32}\.[a-z_]{1,32}", key.strip()) or not text.strip():
+            raise UserError(f"{one[:80]!r}: expected a setting of the run file and its value, such as outer.lr=0.5")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text.strip()
+        if key.strip() in found or len(json.dumps(value)) > _MAX_VALUE:
+            raise UserError(f"{key.strip()}: named twice, or its value has more than {_MAX_VALUE} characters")
+        found[key.strip()] = json.dumps(value)
+    return tuple(sorted(found.items()))
+
+
 # The host -------------------------------------------------------------------------------------------------------
 
 _MAX_NOTE = 200
+_MAX_VALUE = 1200
 _NAME = 12
 _PATIENCE_S, _PAUSE_S = 10.0, 0.3
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

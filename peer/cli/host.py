@@ -323,14 +323,14 @@ async def _publishing(service: CoordinatorService, invite: Invite, place: Place,
         log.warning("the card's invite names no public address, so others may not reach this host: see --advertise")
     if run.access.admission != "open" and not run.card.contact:
         log.warning("the card says nobody whom to ask for an invite: name one in the run file, [card] contact")
-    source = CardSource(run, invite, identity, service.node.control.keys, shoal_version(), platform.python_version())
+    source = CardSource(invite, identity, service.node.control.keys, shoal_version(), platform.python_version())
 
     async def make(stopped: bool) -> bytes:
         async with service.lock:  # what is not in the journal yet, nobody is told
             scope = service.scope
             elements = scope.elements if isinstance(scope, RoundScope) and scope.model is not None else None
-            status = scope.status(time.monotonic())
-        return source.card(status, elements, time.time(), stopped=stopped).file_bytes
+            run, status = scope.run, scope.status(time.monotonic())
+        return source.card(run, status, elements, time.time(), stopped=stopped).file_bytes
 
     writer = CardWriter(place, make)
     service.observe(lambda _: writer.changed())

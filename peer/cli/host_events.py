@@ -38,6 +38,9 @@ def describe_event(event: ev.JournalEvent, stage: int | None = None) -> Event | 
             return make_event("mean_disproved", **wrong, **evidence, **about)
         case ev.PeerAllowed():
             return make_event("peer_allowed", peer=event.peer, **about)
+        case ev.RunAmended(amendments=made):
+            changes = {one.key: one.value for one in made}
+            return make_event("amended", round=made[0].at_round, changes=changes, **about)
         case ev.RoundClosing():
             return make_event("round_closing", round=event.round, **about)
         case ev.RoundReopened():

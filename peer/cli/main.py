@@ -323,6 +323,9 @@ def join_command(
         str,
         typer.Option(metavar="RUNHASH", help="Agree to this run without being asked: its hash, or 16 digits of it."),
     ] = "",
+    accept_amendments: Annotated[
+        bool, typer.Option("--accept-amendments", help="Go on where the host makes the run longer than it was.")
+    ] = False,
     identity: IdentityOption = SHOAL_HOME / "identity",
     max_upload: MaxUpload = "",
     max_download: MaxDownload = "",
@@ -387,6 +390,7 @@ def join_command(
             checkpoints=retention,
             copy_to=parse_copy_to(copy_to, copy_every, retention),
             start_from=start_from,
+            accept_amendments=accept_amendments,
             data=tuple(data or ()),
             limits=keeper.limits,
             on_event=reporter.on_event,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import StringConstraints, ValidationError
@@ -152,7 +152,6 @@ def parse_card(data: bytes) -> SignedCard:
 class CardSource:
     """What a card is made of that does not change while a host runs. ``shoal``, ``python``: versions here."""
 
-    run: RunFile
     invite: Invite
     identity: Identity
     curve_keys: CurveKeys
@@ -160,11 +159,17 @@ class CardSource:
     python: str
 
     def card(
-        self, status: CoordinatorToPeerStatus, elements: int | None, written_s: float, *, stopped: bool = False
+        self,
+        run: RunFile,
+        status: CoordinatorToPeerStatus,
+        elements: int | None,
+        written_s: float,
+        *,
+        stopped: bool = False,
     ) -> SignedCard:
-        """Make the signed card of a moment. ``elements``: trained parameters of the model, None while unknown, which
-        a run file with ``[pins]`` says itself."""
-        run, alive = self.run, [one for one in status.members if one.alive]
+        """Make the signed card of a moment. ``run``: the run file as it is now; ``elements``: trained parameters of the
+        model, None while unknown, which a run file with ``[pins]`` says itself."""
+        alive = [one for one in status.members if one.alive]
         held = elements
         if run.pins is not None:
             elements = held = run.pins.elements
@@ -193,7 +198,7 @@ class CardSource:
             "members": len(alive),
             "tokens_per_s": round(sum(one.tokens_per_s for one in alive), 1),
             "admission": run.access.admission,
-            "invite": str(self.invite) if run.access.admission == "open" and not self.invite.token else "",
+            "invite": str(replace(self.invite, token=b"")) if run.access.admission == "open" else "",
             "state": "ended" if ended else "stopped" if stopped else "running",
             "written_s": round(written_s, 3),
         }

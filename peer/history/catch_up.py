@@ -17,11 +17,12 @@ from shoal.peer.history.record_archive import RecordArchive
 from shoal.peer.history.round_records import RoundRecords
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.lr_schedule import run_lr_factor
-from shoal.peer.training.outer_optimizer import OuterOptimizer, outer_of
+from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.result_fetch import fetch_committed
 from shoal.swarm.averaging.results import ResultStore, RoundMean
 from shoal.swarm.errors import LinkError, StateFileError, WireError
+from shoal.swarm.protocol.amendments import amended
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import TensorSpec
@@ -39,10 +40,12 @@ VerdictsFrom = Callable[[int], Awaitable[Sequence[Verdict]]]
 """The run's verdicts from a round on, as far as they can be had."""
 
 
-def next_state(
-    state: AnchorState, mean: RoundMean, verdict: Verdict, outer: OuterOptimizer, run: RunFile
-) -> AnchorState:
-    """Overwrite a state by that after a committed round, piece by piece; ``mean``: decoded from its committed bytes."""
+def next_state(state: AnchorState, mean: RoundMean, verdict: Verdict, original: RunFile) -> AnchorState:
+    """Overwrite a state by that after a committed round, piece by piece; ``mean``: decoded from its committed bytes.
+
+    With the settings that the verdict names, so that whoever holds it takes the same step."""
+    run = amended(original, verdict.amended)
+    outer = outer_of(run.outer)
     factor = 1.0
     if run.algorithm == "virtual_batch":
         before = verdict.tokens_total - verdict.tokens
@@ -94,11 +97,10 @@ class RoundApplier:
         """``layout``: the model's tensors, or those of the stage."""
         self.codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in layout]))
         self._run = run
-        self._outer = outer_of(run.outer)
 
     def apply(self, state: AnchorState, verdict: Verdict, mean: RoundMean) -> AnchorState:
         """Overwrite the state by the one after that round, and return it; see ``AnchorState.step``."""
-        return next_state(state, mean, verdict, self._outer, self._run)
+        return next_state(state, mean, verdict, self._run)
 
     def results_bytes(self, verdict: Verdict) -> int:
         """Upper bound on the bytes to fetch for a round's results."""

@@ -21,12 +21,13 @@ from shoal.peer.training.device import describe_device
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.client.bandwidth_probe import witnesses
 from shoal.swarm.client.coordinator_client import MemberInfo
-from shoal.swarm.errors import Diverged, StateFileError, UserError
+from shoal.swarm.errors import Diverged, RunAmended, StateFileError, UserError
 from shoal.swarm.protocol.addresses import reach_of
+from shoal.swarm.protocol.amendments import asks_for_more
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import LeaveReason
+from shoal.swarm.protocol.types import Amendments, LeaveReason
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class RunConnection:
             )
         )
         self.members: Memberships = self.network.start()
+        self._amendments: Amendments = ()
         self._stores: dict[Path, CheckpointStore] = {}
         self._copies: list[NetworkThread[CheckpointUploader]] = []
         client = self.members.run.client
@@ -82,6 +84,26 @@ class RunConnection:
         """Return whether to ask the router for ports: not where others are told another address, or on loopback."""
         host, _ = self.options.bind
         return self.options.maps_ports and not self._advertised and reach_of(host) != "machine"
+
+    def look_at_amendments(self) -> None:
+        """Report what the host has amended since the last call. Raises ``RunAmended`` once the run is to last longer
+        than its members have agreed to, unless the options accept that, and ``RunChanged``."""
+        client = self.members.run.client
+        view = client.view
+        if view.amendments != self._amendments:
+            new = [one for one in view.amendments if one not in self._amendments]
+            self._amendments = view.amendments
+            for at_round in sorted({one.at_round for one in new}):
+                changes = {one.key: one.value for one in new if one.at_round == at_round}
+                self.emit("amended", round=at_round, changes=changes)
+        if view.amendments and not self.options.accept_amendments:
+            longer = asks_for_more(self.run_file, client.run_now)
+            if longer:
+                told = "; ".join(one.text for one in view.amendments if one.key in longer)
+                raise RunAmended(
+                    f"the host has made the run longer than you have agreed to: {told}. What this peer has contributed "
+                    "is kept. If you agree, join again with --accept-amendments"
+                )
 
     def _run_start(self) -> RunStart | None:
         """Return the checkpoint that the run starts from, if any; offer it to other peers if its files are here.

@@ -260,6 +260,7 @@ class PipelinePeer:
         try:
             held.begin_training()
             while not self._stopping:
+                self._connection.look_at_amendments()
                 task = held.next_task(made)
                 made = None
                 if not isinstance(task, Attention):

@@ -67,6 +67,12 @@ def _committed(event: Event) -> str:
     )
 
 
+def _amended(event: Event) -> str:
+    changes = event.get("changes") or {}
+    words = ", ".join(f"{key} = {value}" for key, value in changes.items()) if isinstance(changes, dict) else ""
+    return f"the host amends the run: {words} from round {event.get('round')} on"
+
+
 def _aborted(event: Event) -> str:
     return f"round {event.get('round')} aborted for all: {event.get('reason')}"
 
@@ -217,6 +223,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "synced": _synced,
     "state_fetched": _state_fetched,
     "donor_refused": _donor_refused,
+    "amended": _amended,
     "committed": _committed,
     "aborted": _aborted,
     "resync": _resync,

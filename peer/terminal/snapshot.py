@@ -66,6 +66,7 @@ class Snapshot:
     bytes_received: int
     compression: float
     closes_in_s: float | None
+    amended: tuple[str, ...] = ()
     held: HeldStages | None = None
 
 
@@ -94,13 +95,14 @@ def take_snapshot(member: LocalMember, view: RunView, peer: str, device: str) ->
         tokens_per_s=progress.tokens_per_s,
         tokens_done=progress.tokens_done,
         tokens_in_round=view.tokens_in_round,
-        tokens_target=run.round.tokens,
+        tokens_target=client.run_now.round.tokens,
         tokens_committed=view.tokens_committed,
         members=view.members,
         bytes_sent=meter.sent_bytes,
         bytes_received=meter.received_bytes,
         compression=member.compression,
         closes_in_s=None if closes_at_s is None else max(0.0, closes_at_s - time.monotonic()),
+        amended=tuple(one.text for one in view.amendments),
     )
 
 

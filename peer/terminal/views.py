@@ -181,6 +181,8 @@ def session_panel(snapshot: Snapshot, losses: Sequence[float], lines: Sequence[s
             rows.append(Text(empty, "bold yellow"))
         if alone := alone_text(snapshot.held):
             rows.append(Text(alone, "yellow", **_ONE_LINE))
+    if snapshot.amended:
+        rows.append(Text(f"amended by the host: {printable('; '.join(snapshot.amended))}", "yellow", **_ONE_LINE))
     if snapshot.coordinator_is_away:
         rows.append(Text("the coordinator is away: training goes on, the round ends when it is back", "bold yellow"))
     if lines:

@@ -27,6 +27,7 @@ from shoal.peer.training.parameters import ParameterVector
 from shoal.peer.validation.scorer import Scorer, bare_score
 from shoal.peer.validation.scoring import draw
 from shoal.swarm.errors import LinkError
+from shoal.swarm.protocol.amendments import amended
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
 from shoal.swarm.protocol.work_scores import BAD, WorkScore
 
@@ -128,7 +129,7 @@ class Validator:
                 withheld = bare_score(task.verdict, task.planned.peer).model_copy(update={"finding": "withheld"})
                 with suppress(Interrupted):
                     self._report(withheld)
-        lasted_s = min(verdict.ended_s - self._ended_s, self._run.round.max_s)
+        lasted_s = min(verdict.ended_s - self._ended_s, amended(self._run, verdict.amended).round.max_s)
         self._attempt_s = max(_ATTEMPT_SHARE * lasted_s, self._run.round.patience_s)
         self._ended_s = verdict.ended_s
         by_peer = {one.peer: one for one in plan.members}

@@ -18,6 +18,7 @@ from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.deadlines import CONNECT_S, Deadlines
 from shoal.swarm.errors import DeadlineExceeded, LinkError, RunChanged, Superseded, TryLater, Unreachable, WireError
 from shoal.swarm.protocol.addresses import Reach, least_reach, may_dial
+from shoal.swarm.protocol.amendments import amended, changes_at
 from shoal.swarm.protocol.evidence import evidence_id
 from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.protocol.invite import Invite
@@ -465,6 +466,11 @@ class CoordinatorClient:
         return self.identity.sign(statement.bytes_to_sign())
 
     # The view ---------------------------------------------------------------------------------------------
+
+    @property
+    def run_now(self) -> RunFile:
+        """The run file as it is in the open round, with what its host has amended. Raises ``RunChanged``."""
+        return amended(self.run_file, changes_at(self.view.amendments, self.view.round))
 
     @property
     def view(self) -> RunView:

@@ -40,6 +40,12 @@ class Access:
         self._in_all = _per_minute(self.limits.joins_per_minute)
         self._networks = _per_minute(self.limits.joins_per_minute_per_network)
 
+    def follow(self, limits: AccessSection) -> None:
+        """Take other limits, if the host has amended them; what is used up of them begins anew."""
+        if limits != self.limits:
+            self.limits = limits
+            self.__post_init__()
+
     def take_known(self, peer: str, now_s: float) -> None:
         """Count the join of a known identity whose certificate is verified. Raises ``TryLater``."""
         wait_s = self._known.wait_s(peer, 1, now_s)

@@ -73,6 +73,9 @@ class AccessTrail:
                 limits = {"uses": terms.uses, "expires_s": terms.expires_s}
                 about = {"invite": terms.id, "role": terms.role, "text": terms.note}
                 return self._new("invite made", event.at_s, **about, **limits)
+            case ev.RunAmended(amendments=made):
+                text = "; ".join(one.text for one in made)
+                return self._new("amended", event.at_s, round=made[0].at_round, text=text[:2000])
             case ev.InviteRevoked():
                 return self._new("invite revoked", event.at_s, invite=event.id)
             case ev.WorkScored(signed=signed):

@@ -97,6 +97,8 @@ class AdmittingScope(Protocol):
     """Scope to which members are admitted, as far as admission needs it."""
 
     @property
+    def run(self) -> RunFile: ...
+    @property
     def membership(self) -> Membership: ...
     @property
     def has_ended(self) -> bool: ...
@@ -116,7 +118,6 @@ class Admission:
         self.refusals: Counter[str] = Counter()
         """Joins that were refused, by reason, since they were last recorded (``access_trail.py``)."""
         self.sent_bytes = SentBytes()
-        self._run = run
         self._log = log
         self._scope = scope
         self._deadlines = Deadlines(run.round.patience_s)
@@ -151,6 +152,7 @@ class Admission:
         What a token says, and then the limits of ``[access]``, are asked before any signature is verified. For an
         identity that the run knows the limits come last, so that nobody else uses up its joins. ``host_key``: whose
         signature tokens need. Raises ``TryLater``, ``NotAdmitted``, ``RunEnded``, ``Superseded`` and ``Removed``."""
+        self.access.follow(self._scope.run.access)
         self.refuse_replaced(certificate.curve_key)
         self._refuse_after_end(role)
         claimed, is_observer = peer_id(certificate.identity_key), role == "observer"
@@ -163,7 +165,7 @@ class Admission:
                 self._make_room(claimed, role, network)
             peer = verify_certificate(certificate)
             if claims is not None:
-                check_signature(token, self._run.hash, host_key)
+                check_signature(token, self._scope.run.hash, host_key)
             if is_known:
                 self.access.take_known(peer, now_s)
             yield peer
@@ -175,7 +177,7 @@ class Admission:
         An identity that was let in once is let in again for what its invite was for, whatever has become of that; a
         validator only while it is not revoked. Validators need an invite in any run."""
         self.access_list.refuse_banned(peer, network)
-        admission = self._run.access.admission
+        admission = self._scope.run.access.admission
         if self._was_let_in(peer, role) or (admission == "open" and role != "validator"):
             return None
         if admission == "list" and role not in ("observer", "validator"):
@@ -233,7 +235,7 @@ class Admission:
 
     def _refuse_after_end(self, role: Role) -> None:
         if self._scope.has_ended and role != "observer":
-            raise RunEnded(f"the run {self._run.run.name} is over; `shoal export` still gives its model")
+            raise RunEnded(f"the run {self._scope.run.run.name} is over; `shoal export` still gives its model")
 
     def _make_room(self, peer: str, role: Role, network: str) -> str | None:
         """Return the member that has to leave for this one; None if there is a free place. Raises ``TryLater``."""
@@ -248,7 +250,7 @@ class Admission:
             for other, standing in standings.items()
             if is_observer or not standing.has_credit
         ]
-        limits = self._run.access
+        limits = self._scope.run.access
         most, of_network = OBSERVERS, OBSERVERS_PER_NETWORK
         if not is_observer:
             most, of_network = limits.newcomers(len(standings) - len(newcomers)), limits.members_per_network
@@ -259,7 +261,7 @@ class Admission:
                 return None
         elif sum(of == network for _, of, _ in newcomers) >= of_network:
             raise TryLater(
-                f"the run {self._run.run.name} has {of_network} {kind} from the network {network}, "
+                f"the run {self._scope.run.run.name} has {of_network} {kind} from the network {network}, "
                 "and takes no more from there: try again in a few minutes"
             )
         elif len(newcomers) < most and not is_full:
@@ -267,7 +269,7 @@ class Admission:
         evicted = choose_evicted(network, newcomers)
         if evicted is None:
             raise TryLater(
-                f"the run {self._run.run.name} is full: it takes no more than {len(newcomers)} {kind}; "
+                f"the run {self._scope.run.run.name} is full: it takes no more than {len(newcomers)} {kind}; "
                 "try again in a few minutes"
             )
         return evicted
@@ -324,7 +326,7 @@ class Admission:
         A member with a place in a pipeline is left to ``stall_detector.py``, which takes its place away first."""
         if self._scope.has_ended:
             return
-        patience_s = self._deadlines.newcomer_s(self._run.round.max_s)
+        patience_s = self._deadlines.newcomer_s(self._scope.run.round.max_s)
         for peer in self._scope.walls():  # it cannot make any progress, whatever it does
             self._scope.membership.members[peer].progress_s = now_s
         for peer, one in list(self._scope.membership.members.items()):

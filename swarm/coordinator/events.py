@@ -15,6 +15,7 @@ from shoal.swarm.protocol.rounds import RoundPlan, StateAgreement, Verdict
 from shoal.swarm.protocol.types import (
     MAX_MEMBERS,
     Addresses,
+    Amendments,
     Capability,
     Count,
     DeviceInfo,
@@ -176,6 +177,14 @@ class LossRose(JournalEvent):
     round: Count
     loss: Loss
     usual: Loss
+
+
+class RunAmended(JournalEvent):
+    """The host has changed settings of the run from later rounds on. ``round``: the open one."""
+
+    amendments: Amendments
+    round: Count
+    at_s: UnixTime
 
 
 class WorkScored(JournalEvent):
@@ -407,6 +416,7 @@ class RunSnapshot(JournalEvent):
     setback: tuple[Count, Count, Count] = (0, 0, 0)
     disproved: MeanDisproved | None = None
     access: AccessKept = AccessKept()
+    amendments: Amendments = ()
 
 
 # Of a pipeline ----------------------------------------------------------------------------------------------
@@ -507,6 +517,7 @@ class PipelineSnapshot(JournalEvent):
     finished: dict[str, Count] = Field(default_factory=dict)
     stages: tuple[RunSnapshot, ...]
     access: AccessKept = AccessKept()
+    amendments: Amendments = ()
 
     @property
     def round(self) -> int:

@@ -25,7 +25,9 @@ from shoal.swarm.protocol.messages import (
     MAX_PAGE,
     Acknowledged,
     AllowPeer,
+    AmendRun,
     BanPeer,
+    CoordinatorToHostAmended,
     CoordinatorToHostBanned,
     CoordinatorToHostInvite,
     CoordinatorToHostInvites,
@@ -43,7 +45,7 @@ from shoal.swarm.protocol.messages import (
     host_proof,
 )
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import InviteTerms, Message, id_text
+from shoal.swarm.protocol.types import Amendment, InviteTerms, Message, id_text
 
 PRINTED = "the one that shoal host prints"
 """Note of the invite that the host prints and keeps in its folder."""
@@ -54,8 +56,11 @@ class HostCommands:
 
     def __init__(self, scope: RoundScope | PipelineRun, identity: Identity) -> None:
         self._scope, self._identity = scope, identity
-        self._run: RunFile = scope.run
         self._list = scope.admission.access_list
+
+    @property
+    def _run(self) -> RunFile:
+        return self._scope.run
 
     def check_proof(self, proof: bytes, curve_key: bytes) -> None:
         """Check that the host's identity has signed this connection's key. Raises ``NotAdmitted``."""
@@ -79,6 +84,8 @@ class HostCommands:
                 return self._ban(command)
             case AllowPeer(peer=peer):
                 return self._allow(peer)
+            case AmendRun():
+                return self._amend(command)
             case ListRecords():
                 raise AssertionError("records are read from the journal")
 
@@ -192,6 +199,18 @@ class HostCommands:
             raise CommandRefused(f"the host has allowed {MAX_BANS} peers, and cannot allow more")
         self._scope.record(ev.PeerAllowed(peer=peer, round=self._scope.round_number, at_s=self._scope.log.unix_s))
         return Acknowledged()
+
+    # The run ----------------------------------------------------------------------------------------------
+
+    def _amend(self, command: AmendRun) -> Message:
+        scope, opened = self._scope, self._scope.round_number
+        if scope.has_ended:
+            raise CommandRefused("the run has ended")
+        at_round = command.at_round or opened + 1
+        made = tuple(Amendment(at_round=at_round, key=key, value=text) for key, text in command.changes)
+        scope.settings.check(made, opened)
+        scope.record(ev.RunAmended(amendments=made, round=opened, at_s=scope.log.unix_s))
+        return CoordinatorToHostAmended(amendments=made, round=opened)
 
 
 def command_journal(

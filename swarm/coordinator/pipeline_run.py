@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.admission import Admission, Standing
+from shoal.swarm.coordinator.amendments import RunSettings
 from shoal.swarm.coordinator.barrier import Barrier
 from shoal.swarm.coordinator.event_log import EventLog
 from shoal.swarm.coordinator.membership import Membership
@@ -59,12 +60,12 @@ class PipelineRun:
     number = 0
 
     def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
-        self.run = run
+        self.settings = RunSettings(run)
         self.log = EventLog(now_s, epoch)
         self.deadlines = Deadlines(run.round.patience_s)
         self.membership = Membership(roster_version=epoch)
-        self.admission = Admission(run, self.log, self)
         self.scopes: list[RoundScope] = []
+        self.admission = Admission(run, self.log, self)
         self.stages: list[Stage] = []
         self.barrier = Barrier(self.scopes, all_or_none=True)
         self.layers: tuple[LayerSize, ...] = ()
@@ -94,6 +95,11 @@ class PipelineRun:
         """By accused replica, its accusers, each with the round. Not journaled: after a restart they accuse again."""
         self._drove_s: dict[str, float] = {}
         """Moment at which each driver last got or finished a micro-batch."""
+
+    @property
+    def run(self) -> RunFile:
+        """The run file as it is in the open round."""
+        return self.settings.at(self.round_number)
 
     @property
     def has_ended(self) -> bool:
@@ -192,6 +198,8 @@ class PipelineRun:
             case ev.CoordinatorStarted():
                 for membership in (self.membership, *(scope.membership for scope in self.scopes)):
                     membership.roster_version = max(membership.roster_version, self.log.epoch)
+            case ev.RunAmended():
+                self.settings.add(event.amendments, event.round)
             case ev.LayersDescribed():
                 self.layers = event.layers
             case ev.CapabilityShown():
@@ -251,7 +259,8 @@ class PipelineRun:
     def _make_stages(self) -> None:
         pinned = self.run.pins.layers if self.run.pins else None
         for number, (first, stop) in enumerate(pairwise(self.boundaries)):
-            scope = RoundScope(self.run, self._sign, self.log, number, pinned[first:stop] if pinned else ())
+            layers = pinned[first:stop] if pinned else ()
+            scope = RoundScope(self.settings.run, self._sign, self.log, number, layers, self.settings)
             assert scope.stage is not None
             scope.admission.access_list = self.admission.access_list
             self.scopes.append(scope)
@@ -282,6 +291,7 @@ class PipelineRun:
             finished=dict(ledger.finished),
             stages=tuple(scope.as_snapshot() for scope in self.scopes),
             access=self.admission.access_list.kept(),
+            amendments=self.settings.made,
         )
 
     def _restore(self, event: ev.PipelineSnapshot) -> None:
@@ -292,6 +302,7 @@ class PipelineRun:
         self.former = {one.peer: (one.first, one.last) for one in event.former}
         self.moved_s, self.rests = dict(event.moved_s), dict(event.rests)
         self.admission.access_list.restore(event.access)
+        self.settings.made = event.amendments
         if self.boundaries:
             self._make_stages()
             for scope, kept in zip(self.scopes, event.stages, strict=True):
@@ -326,6 +337,7 @@ class PipelineRun:
             roster_delta=delta,
             pipeline=self.pipeline_view() if not self._knows_spans(peer) else None,
             wall=self.walls().get(peer, ""),
+            amendments=self.settings.made,
         )
 
     def _knows_spans(self, peer: str) -> bool:
@@ -348,7 +360,7 @@ class PipelineRun:
         """Return the run at a glance, for people. What all stages have in common is as in the first one.
 
         The model as a whole has no digest: its stages have theirs."""
-        first = self.scopes[0] if self.scopes else RoundScope(self.run, self._sign, self.log)
+        first = self.scopes[0] if self.scopes else RoundScope(self.settings.run, self._sign, self.log)
         update = {
             "phase": self.phase,
             "tokens_in_round": self.tokens_in_round(),

@@ -15,6 +15,7 @@ from shoal.swarm.averaging.norm_claims import claim_bytes
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.admission import Admission, Standing
 from shoal.swarm.coordinator.agreement import StateClaims
+from shoal.swarm.coordinator.amendments import RunSettings
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.divergence import (
     CombinedClaims,
@@ -133,11 +134,19 @@ class RoundScope:
     beside, else None. State changes by events alone (``record``, ``apply``), but for heartbeats and moments."""
 
     def __init__(
-        self, run: RunFile, sign: Sign, log: EventLog, stage: int | None = None, layers: Sequence[PinnedLayer] = ()
+        self,
+        run: RunFile,
+        sign: Sign,
+        log: EventLog,
+        stage: int | None = None,
+        layers: Sequence[PinnedLayer] = (),
+        settings: RunSettings | None = None,
     ) -> None:
-        """``stage``: the number of the stage that this scope is, whose ``layers`` the run file may pin."""
-        self.run = run
+        """``stage``: the number of the stage that this scope is, whose ``layers`` the run file may pin; ``settings``:
+        those of the whole run."""
+        self.settings = settings or RunSettings(run)
         self.log = log
+        self.round = Round(0, opened_s=log.now_s)
         self.deadlines = Deadlines(run.round.patience_s)
         self.stage = None if stage is None else Stage(self, stage, layers)
         self.membership = Membership(roster_version=log.epoch)
@@ -156,7 +165,6 @@ class RoundScope:
         self.retrained = RetrainedSamples()
         self.accusations = Accusations()
         self.review = WorkReview(self)
-        self.round = Round(0, opened_s=log.now_s)
         self.chain = genesis(run.hash, self.number)
         self.verdict: Verdict | None = None
         self.history = History()
@@ -178,6 +186,11 @@ class RoundScope:
         self._outage = Outage(self.deadlines)
         self._outlook: PossibleRollback | None = None
         self._asked_for_kept_s: float | None = None
+
+    @property
+    def run(self) -> RunFile:
+        """The run file as it is in the open round."""
+        return self.settings.at(self.round.number)
 
     @property
     def number(self) -> int:
@@ -276,6 +289,8 @@ class RoundScope:
                 self._begin_averaging(event)
             case ev.VerdictGiven():
                 self._end_round(event)
+            case ev.RunAmended():
+                self.settings.add(event.amendments, event.round)
             case _ if isinstance(event, ev.AccessEvent):
                 self.admission.access_list.apply(event)
                 if isinstance(event, ev.PeerBanned | ev.MemberExpelled):
@@ -334,6 +349,7 @@ class RoundScope:
         verdict = event.verdict
         assert verdict.round == self.round.number, "one verdict a round"
         assert verdict.previous_chain == self.chain, "an unbroken chain"
+        self.settings.adopt(verdict)
         # By the verdicts' own times, so that a verdict taken over from a member gives the same paces.
         lasted_s = verdict.ended_s - self.verdict.ended_s if self.verdict else 0.0
         self.verdict, self.chain = verdict, verdict.chain
@@ -524,6 +540,7 @@ class RoundScope:
             roster_version=self.membership.roster_version,
             roster=roster,
             roster_delta=delta,
+            amendments=self.settings.made,
         )
 
     def _plan_signature(self) -> bytes:
@@ -708,6 +725,7 @@ class RoundScope:
             disproved=self.disproved,
             accusations=self.accusations.kept(),
             access=self.admission.access_list.kept() if self.stage is None else ev.AccessKept(),
+            amendments=self.settings.made if self.stage is None else (),
         )
 
     def _restore(self, snapshot: ev.RunSnapshot) -> None:
@@ -731,6 +749,7 @@ class RoundScope:
         self.accusations = Accusations({(one.by, one.of): one.round for one in snapshot.accusations})
         if self.stage is None:
             self.admission.access_list.restore(snapshot.access)
+            self.settings.made = snapshot.amendments
 
     # Requests of members -----------------------------------------------------------------------------------
 
@@ -1200,6 +1219,7 @@ class RoundScope:
             sent_bytes=self.admission.sent_bytes.take(),
             run_hash=self.run.hash,
             stage=self.stage.number if self.stage is not None else None,
+            amended=self.settings.changes(self.round.number),
             previous_chain=self.chain,
             chain=bytes(32),
             signature=b"",

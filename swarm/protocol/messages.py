@@ -30,9 +30,11 @@ from shoal.swarm.protocol.types import (
     MAX_UNDONE_RANGES,
     MAX_UNMET,
     MAX_VERDICTS,
+    Amendments,
     Blob,
     Capability,
     Certificate,
+    Changes,
     ClaimedAddresses,
     Count,
     Coverage,
@@ -541,7 +543,19 @@ class ListRecords(Record):
     first: Count = 0
 
 
-HostCommand = CreateInvite | ListInvites | RevokeInvite | ListMembers | KickMember | BanPeer | AllowPeer | ListRecords
+class AmendRun(Record):
+    """Change settings of the run, each a name and JSON, from ``at_round`` on; 0: from the next round.
+
+    Answer: ``CoordinatorToHostAmended``."""
+
+    kind: Literal["amend run"] = "amend run"
+    changes: Annotated[Changes, Field(min_length=1)]
+    at_round: Count = 0
+
+
+HostCommand = (
+    CreateInvite | ListInvites | RevokeInvite | ListMembers | KickMember | BanPeer | AllowPeer | ListRecords | AmendRun
+)
 
 
 class HostToCoordinatorCommand(Message):
@@ -610,6 +624,13 @@ class CoordinatorToHostMembers(Message):
 
     members: Annotated[tuple[MemberAccess, ...], Field(max_length=MAX_PAGE)]
     more: bool
+
+
+class CoordinatorToHostAmended(Message):
+    """The amendments that were made, and the round that is open."""
+
+    amendments: Amendments
+    round: Count
 
 
 class CoordinatorToHostRecords(Message):

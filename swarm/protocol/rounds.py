@@ -14,6 +14,8 @@ from shoal.swarm.protocol.types import (
     MAX_MEMBERS,
     MAX_PARTS,
     MAX_STAND_INS,
+    Amendments,
+    Changes,
     Column,
     Count,
     Digest,
@@ -161,7 +163,8 @@ class Verdict(Record):
     members have reported them since the previous verdict. ``anchor_version``: the run's version from now on, one higher
     when committed, the same when aborted, and lower where an aborted round ends with a rollback, which also lowers
     ``tokens_total``. ``stage``, of a pipeline: the stage whose round it is; ``together``: hash over the verdicts of all
-    stages on this round (``verdict_chain.tied_together``)."""
+    stages on this round (``verdict_chain.tied_together``). ``amended``: settings of this round that differ from the run
+    file (``amendments.py``)."""
 
     round: Count
     committed: bool
@@ -179,6 +182,7 @@ class Verdict(Record):
     stage: Stage | None = None
     previous_chain: Digest
     together: Digest | None = None
+    amended: Changes = ()
     chain: Digest
     signature: Annotated[bytes, Field(max_length=64)]
 
@@ -218,7 +222,7 @@ class RunView(Record):
     ``wants_kept``: the run is about to go back behind a wrong mean, so members that hold a state also report those that
     they keep. ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``wall``: why
     this member cannot take part, as it can meet none of those that it would have to; otherwise empty. ``pipeline``: in
-    the run's own scope, once stages are planned."""
+    the run's own scope, once stages are planned. ``amendments``: those in force, and those to come."""
 
     epoch: Count
     sequence: Count
@@ -246,3 +250,4 @@ class RunView(Record):
     divergence: DivergenceWord = ""
     wall: Text = ""
     pipeline: PipelineView | None = None
+    amendments: Amendments = ()

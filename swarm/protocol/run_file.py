@@ -14,7 +14,15 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from shoal.compression.formats import (
     BlockFormat,
@@ -681,9 +689,18 @@ class RunFile(Record):
         """The codec formats of contributions and results, for a model of tensors of these shapes."""
         return make_format_map(self.averaging.codec, shapes)
 
+    _name: bytes | None = PrivateAttr(None)
+
+    def named_by(self, original: RunFile) -> RunFile:
+        """Give an amended run file the hash of the original, by which everybody knows the run (``amendments.py``)."""
+        self._name = original.hash
+        return self
+
     @property
     def hash(self) -> bytes:
-        """SHA-256 of the canonical JSON of the validated content."""
+        """SHA-256 of the canonical JSON of the validated content, as it was when the run began."""
+        if self._name is not None:
+            return self._name
         content = self.model_dump(mode="json")
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()

@@ -36,6 +36,7 @@ MAX_TROUBLE = 1000
 MAX_CLAIM_BYTES = 128
 MAX_INVITE_USES = 4096
 MAX_TOKEN_BYTES = 128
+MAX_AMENDMENTS = 64
 
 PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 """Sixteen base32 characters of the SHA-256 of an Ed25519 public key (``identity.peer_id``)."""
@@ -90,6 +91,30 @@ class Record(BaseModel):
 
 class Message(Record):
     """A record that is sent on its own; its class name is its type on the wire."""
+
+
+SettingName = Annotated[str, StringConstraints(pattern=r"^[a-z_]{1,32}\.[a-z_]{1,32}$")]
+SettingValue = Annotated[str, Field(min_length=1, max_length=1200)]
+"""JSON of a value, in its one spelling."""
+
+Changes = Annotated[tuple[tuple[SettingName, SettingValue], ...], Field(max_length=32)]
+"""Settings that differ from the run file, sorted by name."""
+
+
+class Amendment(Record):
+    """A setting's value from a round on (``amendments.py``)."""
+
+    at_round: Annotated[int, Field(ge=1, le=2**62)]
+    key: SettingName
+    value: SettingValue
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"{self.key} = {self.value} from round {self.at_round} on"
+
+
+Amendments = Annotated[tuple[Amendment, ...], Field(max_length=MAX_AMENDMENTS)]
 
 
 InviteId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{8}$")]

@@ -40,7 +40,6 @@ from shoal.peer.state_transfer.start import StartFiles
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import run_order
 from shoal.peer.training.lr_schedule import lr_factor, run_lr_factor
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import ModelMismatch, RunFileError, SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.identity import Identity
@@ -125,7 +124,7 @@ def trained(
 ) -> tuple[AnchorState, list[float]]:
     """The state after so many rounds from the run's start, computed by a line of peers, and their losses."""
     recipe = gpt()
-    data, outer = recipe.training_data(), outer_of(run.outer)
+    data = recipe.training_data()
     order = run_order(run, len(data), recipe.tokens_per_sample)
     line = Line(recipe, boundaries, [(stage, stage) for stage in range(len(boundaries) - 1)])
     cuts = [0]
@@ -142,7 +141,7 @@ def trained(
         losses.append(line.drive(Key(number, 0, BATCH), batch, range(len(states))))
         verdict = verdict_chain(number + 1)[-1].model_copy(update={"tokens": 640, "tokens_total": 640 * (number + 1)})
         means = zip(states, line.means(), strict=True)
-        states = [next_state(one, TensorMean(mean, 4096), verdict, outer, run) for one, mean in means]
+        states = [next_state(one, TensorMean(mean, 4096), verdict, run) for one, mean in means]
     return put_together(states, rounds), losses
 
 

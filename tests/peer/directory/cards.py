@@ -50,8 +50,8 @@ def make_card(
     run, identity = run or run_file(), identity or Identity.generate()
     keys = identity.coordinator_keys()
     invite = Invite((Address(host="203.0.113.5", control_port=7707),), run.run.name, keys.public, run.hash, token)
-    source = CardSource(run, invite, identity, keys, "0.1.0", "3.12.1")
-    return source.card(status_of(run, **status), 1_000_000, written_s)
+    source = CardSource(invite, identity, keys, "0.1.0", "3.12.1")
+    return source.card(run, status_of(run, **status), 1_000_000, written_s)
 
 
 def signed_anew(card: SignedCard, identity: Identity, keys: CurveKeys | None = None, **changed: Any) -> SignedCard:
