@@ -21,7 +21,7 @@ def test_rounds_around_an_amendment_survive_kills(swarm: Swarm) -> None:
     first, second = (swarm.member(host.invite, name, extra=accepts) for name in ("first", "second"))
     for member in (first, second):
         member.committed(within_s=START_S + ROUNDS_S)
-    at_round = first.last_round() + 4
+    at_round = first.last_round() + 15
     amend(swarm, host, "outer.lr=0.35", "inner.lr=0.004", "round.max_s=0.5", "--at-round", str(at_round))
     told = first.event("amended", ROUNDS_S)
     assert (told["round"], told["changes"]["outer.lr"]) == (at_round, "0.35")

@@ -14,6 +14,8 @@ from shoal.peer.training.data import LeasedSamples
 from shoal.swarm.errors import Diverged, StorageError, UserError
 from shoal.swarm.protocol.run_file import parse_run_file
 
+NOTHING_AMENDED = SimpleNamespace(look_at_amendments=lambda: None)
+
 
 def test_threads_end_although_the_last_checkpoint_fails() -> None:
     def fail() -> None:
@@ -60,6 +62,7 @@ def test_others_are_told_why_a_session_ends(error: BaseException | None, said: t
 def test_a_session_whose_state_is_not_the_runs_starts_afresh(phase: str) -> None:
     reasons: list[str] = []
     session: Any = Session.__new__(Session)
+    session._connection = NOTHING_AMENDED
     session._network, session._stopping, session._timer = SimpleNamespace(failure=None), False, StepTimer()
     session._replica_or_none = SimpleNamespace(verdict_is_known=False, exchanging=False, round=3, resync=reasons.append)
     view = SimpleNamespace(round=3, phase=phase, must_resync=True)
@@ -74,6 +77,7 @@ def test_a_session_that_is_stopped_while_it_resyncs_ends_its_loop() -> None:
         raise Interrupted
 
     session: Any = Session.__new__(Session)
+    session._connection = NOTHING_AMENDED
     session._network = SimpleNamespace(failure=None, interrupt=lambda: None)
     session._stopping, session._timer = False, StepTimer()
     session._replica_or_none = SimpleNamespace(verdict_is_known=False, exchanging=False, round=3, resync=stop)
@@ -98,12 +102,14 @@ class Loop:
         replica.verdict_is_known, replica.exchanging, replica.round = False, False, 0
         replica.step, replica.describe = (lambda *step: self.steps.append(step)), lambda data: None
         session: Any = Session.__new__(Session)
+        session._connection = NOTHING_AMENDED
         session._network, session._stopping = SimpleNamespace(failure=None), False
         session._timer, session._schedule_is_watched = StepTimer(), False
         session._replica_or_none, session.run_file = replica, self.run
         self.view = SimpleNamespace(round=0, phase="training", must_resync=False, tokens_committed=0, tokens_in_round=0)
         deadlines = SimpleNamespace(lease_s=1.0, first_step_s=1.0)
         client = SimpleNamespace(view=self.view, closes_at_s=None, deadlines=deadlines, coordinator_is_away=False)
+        client.run_now = self.run
         session._member = SimpleNamespace(client=client, rejoined=False, progress=Progress())
         session.fetch_lease = session._lease = self._lease
         session.options = SimpleNamespace(role="trainer")

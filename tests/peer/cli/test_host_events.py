@@ -20,6 +20,7 @@ from shoal.swarm.protocol.rounds import StateAgreement
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.types import (
     Address,
+    Amendment,
     Capability,
     Certificate,
     InviteTerms,
@@ -68,6 +69,7 @@ EVENTS: dict[str, ev.JournalEvent] = {
     ),
     "ProcessBanned": ev.ProcessBanned(curve_key=bytes(32)),
     "InviteMade": ev.InviteMade(terms=InviteTerms(id="abcdefgh", role="trainer", uses=1), at_s=1.0),
+    "RunAmended": ev.RunAmended(amendments=(Amendment(at_round=4, key="outer.lr", value="0.5"),), round=2, at_s=1.0),
     "InviteRevoked": ev.InviteRevoked(id="abcdefgh", at_s=1.0),
     "ModelDescribed": ev.ModelDescribed(
         model=PeerToCoordinatorDescribeModel(
