@@ -25,6 +25,7 @@ from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.types import (
     MAX_STAGES,
     MAX_TENSORS,
+    Amendment,
     Message,
     PipelineView,
     Record,
@@ -146,7 +147,7 @@ def _pack(value: Any) -> bytes:
             return header + b"".join([packed + _pack(getattr(value, name)) for name, packed in names])
         case RoundPlan() | Verdict() | PipelineView() | RosterDelta():
             return _pack_shared((value,), value.model_dump)
-        case (RosterEntry(), *_):
+        case (RosterEntry() | Amendment(), *_):
             return _pack_shared(value, lambda: tuple(entry.model_dump() for entry in value))
         case PeerToCoordinatorDescribeModel():
             return _packb(value.model_dump(exclude={"layout"}) | {"layout": _pack_layout(value.layout)})

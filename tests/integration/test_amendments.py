@@ -17,7 +17,7 @@ def amend(swarm: Swarm, host: Host, *changes: str) -> None:
 
 def test_rounds_around_an_amendment_survive_kills(swarm: Swarm) -> None:
     host = swarm.host(run_toml(rounds=100_000, max_s=1.0))
-    accepts = ("--accept-amendments",)
+    accepts = ("--accept-amendments", "--keep-checkpoints", "500")
     first, second = (swarm.member(host.invite, name, extra=accepts) for name in ("first", "second"))
     for member in (first, second):
         member.committed(within_s=START_S + ROUNDS_S)
