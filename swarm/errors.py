@@ -18,7 +18,7 @@
     │   ├── Diverged            19    training produces infinite values or NaN
     │   ├── DirectoryError      58    a directory of runs, a run's card, or a run of that name in them
     │   └── NotAccepted         50    the owner of this machine has not agreed to the run
-    │       └── RunAmended      56    ... and not to what its host has changed since
+    │       └── RunAmended      59    ... and not to what its host has changed since
     ├── LinkError                     another machine, or the connection to it, failed
     │   ├── Unreachable         20    nothing answers at the address
     │   │   └── MemberGone      20    the peer is not a member of the run any more
@@ -146,7 +146,7 @@ class NotAccepted(UserError):
 class RunAmended(NotAccepted):
     """The host has changed the run in a way to which the owner of this machine has not agreed."""
 
-    exit_code = 56
+    exit_code = 59
 
 
 class LinkError(ShoalError):

@@ -26,6 +26,7 @@ from shoal.peer.validation.scoring import (
 )
 from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.norm_claims import total_norm
+from shoal.swarm.protocol.amendments import amended
 from shoal.swarm.protocol.messages import CoordinatorToPeerWork
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
 from shoal.swarm.protocol.run_file import RunFile
@@ -67,7 +68,7 @@ class Scorer:
         if self._run.algorithm == "virtual_batch" and not twin:
             return self._score_gradient(bare, work, anchor, contribution, leased, share)
         copied = twin or self._sketches.copied_from(verdict.round, planned.peer, contribution)
-        step = contribution * (planned.factor * share * self._outer_lr)
+        step = contribution * (planned.factor * share * self._outer_lr(verdict))
         seed = self._rng.getrandbits(62)
         on_random = self._meter.gain(anchor, step, random_samples(seed, self.data_length, leased))
         on_leased = self._meter.gain(anchor, step, self._some_of(leased))
@@ -104,10 +105,9 @@ class Scorer:
             codec.decode(codec.encode(values[start:stop]), stop - start, decoded[start:stop])
         return deviation(decoded, values)
 
-    @property
-    def _outer_lr(self) -> float:
-        """Factor with which the outer optimizer's first step applies a mean."""
-        outer = self._run.outer
+    def _outer_lr(self, verdict: Verdict) -> float:
+        """Factor with which the outer optimizer's first step applies the mean of that round."""
+        outer = amended(self._run, verdict.amended).outer
         return 1.0 if outer.optimizer == "adamw" else outer.lr
 
     def _some_of(self, indices: Indices) -> Indices:

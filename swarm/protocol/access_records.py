@@ -44,8 +44,8 @@ class AccessRecord(Record):
     banned; ``invite``: by which one a member joined for the first time, or which was made or revoked; ``uses`` and
     ``expires_s``: limits of a made one; ``score``: a validator's of the member's work; ``refused``: what was refused
     since the last such record; ``evidence``: the id of what a member was expelled for, or what proves its mean wrong
-    beyond the bound, by ``excess`` times what it could move (``evidence.py``), and ``accuser`` has shown of ``round``. Of an
-    amendment ``round`` is the first with it.
+    beyond the bound, by ``excess`` times what it could move (``evidence.py``), and ``accuser`` has shown of ``round``;
+    of an amendment ``round`` is the first with it.
 
     ``previous``: the chain hash of the record before; ``chain``: SHA-256 over all fields but itself and the host's
     ``signature`` of it."""

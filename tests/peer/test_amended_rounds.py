@@ -86,7 +86,7 @@ def test_a_longer_run_needs_consent_from_the_round_on_in_which_it_is_longer() ->
     client.view.round = 5
     with pytest.raises(RunAmended, match="--accept-amendments") as refused:
         strict.look_at_amendments()
-    assert refused.value.exit_code == 56
+    assert refused.value.exit_code == 59
     willing.look_at_amendments()
 
 
