@@ -189,7 +189,7 @@ class AllReduce:
     def _rotated(self) -> list[Part]:
         """Return the parts beginning with our own, so that not everybody asks the same owner first."""
         parts = list(self._plan.parts)
-        first = next((i for i, part in enumerate(parts) if part.owner >= self.me), 0)
+        first = next((i for i, part in enumerate(parts) if part.owner == self.me), self.me % len(parts))
         return parts[first:] + parts[:first]
 
     async def _bring(self, part: Part) -> None:

@@ -34,8 +34,9 @@ _ODDLY_SLOW = 20
 
 @dataclass(frozen=True)
 class PlanRules:
-    """Rules of a run for its plans. ``group_size``: members of the largest flat group; ``seed``: of the grids;
-    ``chunk_elements``: elements that the run's codec packs into the largest chunk."""
+    """Rules of a run for its plans. ``group_size``: members of the largest flat group; ``seed``: of the grids, and of
+    the turns in which parts are owned; ``chunk_elements``: elements that the run's codec packs into the largest
+    chunk."""
 
     group_size: int
     seed: int
@@ -130,6 +131,8 @@ def lay_out(
 ) -> PlanLayout:
     """Lay out one flat group of up to ``rules.group_size`` members; a grid, drawn from the seed, of more.
 
+    In a flat group the parts go round among the owners with the seed: whom an owner leaves out is in the mean of the
+    same elements a round later, from its residual, as another owns them then.
     ``can_stand_in``: members of a flat group that may stand in for owners besides those that ``can_own``;
     ``counting``: members whose links decide on the chunks' size, if any of them is known; empty for all."""
     counted_bps = [bps for bps, counts in zip(bandwidths_bps, counting, strict=False) if counts] or bandwidths_bps
@@ -142,9 +145,12 @@ def lay_out(
     shares = owner_shares(bandwidths_bps, can_own)
     able = [any(one) for one in zip(can_own, can_stand_in, strict=True)] if can_stand_in else can_own
     stand_ins = StandIns(shares, able)
+    turned = [owner for owner, share in enumerate(shares) if share]
+    turn = rules.seed % len(turned)
+    turned = turned[turn:] + turned[:turn]
     parts = tuple(
-        Part(owner=owner, start=start, stop=stop, stand_ins=stand_ins.of(owner, MAX_STAND_INS))
-        for owner, start, stop in split(elements, shares, chunk)
+        Part(owner=turned[place], start=start, stop=stop, stand_ins=stand_ins.of(turned[place], MAX_STAND_INS))
+        for place, start, stop in split(elements, [shares[owner] for owner in turned], chunk)
     )
     return PlanLayout(chunk, (0,) * len(can_own), (), parts)
 

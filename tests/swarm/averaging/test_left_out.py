@@ -98,6 +98,22 @@ def test_an_owner_that_leaves_most_members_out_owns_nothing_for_a_while() -> Non
     run_virtual(main())
 
 
+def test_who_is_left_out_is_in_the_mean_a_round_later() -> None:
+    """Another owns the part then, and the residual brings the work again."""
+
+    async def main() -> None:
+        async with swarm(5, run_toml(50), 20 * 4096) as run:
+            left = []
+            with leaving_out(run[0].peer, {1}):
+                for number in range(2):
+                    plays = [one.play(torch.ones(20 * 4096) * (1 - number), 10) for one in run.members]
+                    assert all(isinstance(one, Committed) for one in await together(*plays))
+                    left.append(int(run[1].averager.round_feedback.error_feedback.residual.count_nonzero()))
+            assert left == [4 * 4096, 0]
+
+    run_virtual(main())
+
+
 def test_one_word_against_an_owner_bars_nobody() -> None:
     async def main() -> None:
         async with swarm(5, run_toml(50), 20 * 4096) as run:

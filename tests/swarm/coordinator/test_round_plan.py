@@ -243,6 +243,19 @@ def test_parts_tile_all_elements_with_one_row_reducer_a_row(
         assert part.stand_ins == (*column[at + 1 :], *column[:at])[:MAX_STAND_INS]
 
 
+def test_parts_go_round_among_the_owners() -> None:
+    """Within as many rounds as there are owners, each has owned all elements."""
+    able = [True, False, True, True, True]
+    owned: dict[int, set[int]] = {owner: set() for owner in (0, 2, 3, 4)}
+    for seed in range(4):
+        made = lay_out(16 * 2**20, [None] * 5, able, PlanRules(16, 7 * 4 + seed))
+        for part in made.parts:
+            owned[part.owner].add(part.start)
+        assert sorted(part.owner for part in made.parts) == [0, 2, 3, 4]
+        assert max(part.stop - part.start for part in made.parts) <= 4 * 2**20 + made.chunk_elements
+    assert {len(starts) for starts in owned.values()} == {4}
+
+
 def test_who_cannot_own_may_have_to_collect_its_row_and_makes_no_mean() -> None:
     columns, parts = plan_grid([[0, 1], [2, 3]], [None] * 4, [True, True, False, False], 2**20, 2**12)
     assert {row_reducer for column in columns for row_reducer in column} == {0, 1, 2, 3}
