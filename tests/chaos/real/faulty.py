@@ -179,9 +179,9 @@ def arm_exchange(process: Process) -> None:
     begin, run, make, put = AllReduce.__init__, AllReduce.run, Reduction._make, ResultStore.put
     send_chunks = DataPlane._send_chunks
 
-    def entered(exchange: Any, endpoint: Any, store: Any, me: str, *rest: Any) -> None:
-        process.enter(store.plan, me)
-        begin(exchange, endpoint, store, me, *rest)
+    def entered(exchange: Any, endpoint: Any, store: Any, signer: Any, *rest: Any) -> None:
+        process.enter(store.plan, signer.peer)
+        begin(exchange, endpoint, store, signer, *rest)
 
     async def ran(exchange: Any) -> Any:
         done = await run(exchange)
