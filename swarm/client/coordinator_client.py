@@ -192,7 +192,7 @@ class CoordinatorConnector:
 
     def _dial(self, address: Address) -> Channel:
         if address.is_relayed:
-            port = self._relays.forwarder_to(self._key, self._relayed)
+            port = self._relays.forwarder_to(self._key, self._relayed, as_guest=True)
             channel = self._control.dial("127.0.0.1", port, self._key, via=address)
         else:
             channel = self._control.dial(address.host, address.control_port, self._key)

@@ -28,7 +28,7 @@ async def command_coordinator(
     keys = CurveKeys.fresh()
     async with stranger(keys) as node:
         if address.is_relayed:
-            port = node.relays.forwarder_to(key, (address,))
+            port = node.relays.forwarder_to(key, (address,), as_guest=True)
             channel = node.control.dial("127.0.0.1", port, key, via=address)
         else:
             channel = node.control.dial(address.host, address.control_port, key)

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted, TryLater
+from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted, TryLater, Unreachable
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerDial,
     CoordinatorToPeerRelays,
@@ -31,6 +31,7 @@ _LOOK_S, _FIRST_LOOK_S = 60.0, 1.0
 _MOST_USED = 2
 """Relays that a member is registered with, so that one that dies costs its links a reconnect."""
 
+_FIRST_PASS_S = 5.0
 _REQUEST_DIAL_S, _AGAIN_S = 2.0, 3.0
 
 
@@ -47,10 +48,16 @@ class RelayAccess:
         client.node.control.handle(CoordinatorToPeerDial, self._on_dial)
 
     async def credentials(self) -> RelayCredentials | None:
-        """What this member shows to relays, renewed in time. Raises ``LinkError``."""
-        async with self._renewing:
-            if time.time() > self._expires_s - _RENEW_S:
-                await self._renew()
+        """What this member shows to relays. Raises ``LinkError``.
+
+        The coordinator is asked only if there is no valid pass: it may be away."""
+        if time.time() > self._expires_s:
+            try:
+                async with asyncio.timeout(_FIRST_PASS_S), self._renewing:
+                    if time.time() > self._expires_s:
+                        await self._renew()
+            except TimeoutError as error:
+                raise Unreachable("the coordinator does not answer, and there is no pass for relays") from error
         return self._credentials
 
     async def _renew(self) -> None:
@@ -116,9 +123,12 @@ class RelayAccess:
                 task.cancel()
 
     async def _wanted(self) -> tuple[Address, ...]:
-        """The relays to be registered with: none for a member that can be dialed, otherwise the nearest ones."""
+        """The relays to be registered with: none for a member that can be dialed, otherwise the nearest ones.
+
+        A pass that was needed once is renewed in time."""
         client = self._client
-        if client.reachable or client.me.role == "observer":
+        is_met = client.reachable or client.me.role == "observer"
+        if is_met and (self._credentials is None or time.time() < self._expires_s - _RENEW_S):
             return ()
         before = self._relays
         try:
@@ -128,6 +138,8 @@ class RelayAccess:
             raise
         except LinkError as error:
             log.debug("the run's relays are not known: %s", error)
+        if is_met:
+            return ()
         if self._relays != before and len(self._relays) > _MOST_USED:
             trips_s = await asyncio.gather(*(round_trip_s(relay) for relay in self._relays))
             order = sorted(range(len(trips_s)), key=trips_s.__getitem__)

@@ -105,14 +105,16 @@ class RelayPaths:
 
     # Calling ------------------------------------------------------------------------------------------------
 
-    def forwarder_to(self, key: bytes, relays: tuple[Address, ...]) -> int:
-        """The port of the local forwarder to the holder of ``key``, which is registered with these relays."""
+    def forwarder_to(self, key: bytes, relays: tuple[Address, ...], *, as_guest: bool = False) -> int:
+        """The port of the local forwarder to the holder of ``key``, which is registered with these relays.
+
+        ``as_guest``: without credentials. The coordinator must be reached without them, as they come from it."""
         known = self._forwarders.get(key)
         if known is not None:
             known[1][:] = relays
             return known[0].port
         ways = list(relays)
-        forwarder = Forwarder(lambda: self.call(key, tuple(ways), "control"), self._tasks)
+        forwarder = Forwarder(lambda: self.call(key, tuple(ways), "control", as_guest=as_guest), self._tasks)
         self._forwarders[key] = forwarder, ways
         return forwarder.port
 
@@ -122,7 +124,9 @@ class RelayPaths:
         if forwarder is not None:
             forwarder.close()
 
-    async def call(self, key: bytes, relays: tuple[Address, ...], plane: Plane) -> RelayedSocket:
+    async def call(
+        self, key: bytes, relays: tuple[Address, ...], plane: Plane, *, as_guest: bool = False
+    ) -> RelayedSocket:
         """Connect over the first relay that can; later ones are tried a second later each. Raises ``Unreachable``."""
         loop = asyncio.get_running_loop()
         ways = sorted(relays[:MAX_RELAYS], key=lambda relay: self._failed.get(relay, 0.0))
@@ -132,7 +136,8 @@ class RelayPaths:
 
         async def attempt(relay: Address) -> None:
             try:
-                found.append(await call(relay, key, plane, await self.credentials()))
+                shown = None if as_guest else await self.credentials()
+                found.append(await call(relay, key, plane, shown))
             except LinkError as error:
                 self._failed[relay] = loop.time()
                 troubles.append(error)

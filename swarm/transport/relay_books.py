@@ -15,13 +15,15 @@ MAX_REGISTRATIONS_PER_HOST = 2048
 """Most clients of one host's runs: a full run and its observers."""
 
 _GUEST_BYTES_S, _GUEST_BURST_BYTES = 2.0**18, 2.0**24
-"""Rate of a newcomer's connection to a host, which carries control messages alone: a join, later verdicts."""
+"""Rate at which all newcomers of a network send to a host, which is control messages alone. Members that came as
+newcomers keep their connections; what the host sends them is not limited by this."""
 
 _CALLS_PER_S, _CALLS_BURST = 20.0, 1024.0
 """Connections that one member opens: a round of a full group needs two with each of the others."""
 
-_NETWORK_CALLS_PER_S, _NETWORK_CALLS_BURST = 20.0, 200.0
-"""Requests from one network whose signatures are checked."""
+_NETWORK_CALLS_PER_S, _NETWORK_CALLS_BURST = 100.0, 2000.0
+"""Requests from one network whose signatures are checked, which takes half a millisecond: many members may stand
+behind one NAT."""
 
 _LEAST_PAUSE_S = 0.005
 

@@ -335,7 +335,9 @@ class RelayServer:
         splice = Splice(
             socket,
             other,
-            lambda direction, size: self.books.pass_on(senders[direction], size, time.monotonic(), is_guest=is_guest),
+            lambda direction, size: self.books.pass_on(
+                senders[direction], size, time.monotonic(), is_guest=is_guest and direction == 0
+            ),
         )
         self._splices.add(splice)
         try:
