@@ -83,7 +83,7 @@ def test_no_checkpoint_is_kept_where_none_is_wanted(swarm: Swarm) -> None:
     member.committed(within_s=START_S + ROUNDS_S)
     member.leave()
     kept = {path.name for path in (member.folder / "state").glob("*/*/*")}
-    assert kept == {"history.msgpack", "rounds"}, "what others may lack of the run, which is little"
+    assert kept == {"history.msgpack", "rounds", "traffic.json"}, "what others may lack of the run, which is little"
     host.stop()
 
 
