@@ -281,6 +281,7 @@ async def _serve(
         addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
         relays = HostRelays(identity, run.hash, service.node)
         service.relays = relays.current
+        ending.callback(relays.close)
         if options.via:
             await relays.register(options.via, _REGISTER_S)
             addresses += tuple(url.address.model_copy(update={"relay_key": None}) for url in options.via)

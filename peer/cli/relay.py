@@ -165,6 +165,7 @@ class HostRelays:
         self._signed: dict[Address, SignedRelay] = {}
         self._via: tuple[Address, ...] = ()
         self._beside: tuple[RelayBeside, str] | None = None
+        self._registering: list[asyncio.Task[None]] = []
 
     def run_beside(self, relay: RelayBeside, advertised: str) -> None:
         """Name this relay to members, at the host ``advertised``."""
@@ -177,7 +178,9 @@ class HostRelays:
         registrations = []
         for url in urls:
             mine = RelayCredentials(self._identity, certificate, None, url.token)
-            registrations.append(self._node.relays.register(url.address, partial(_same, mine), changed.set)[0])
+            registration, task = self._node.relays.register(url.address, partial(_same, mine), changed.set)
+            registrations.append(registration)
+            self._registering.append(task)
         self._via = tuple(url.address for url in urls)
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -189,6 +192,11 @@ class HostRelays:
         if not any(one.is_registered for one in registrations):
             troubles = "; ".join(f"{one.relay}: {one.trouble or 'no answer'}" for one in registrations)
             raise Unreachable(f"this host is not registered with any relay of --via ({troubles})")
+
+    def close(self) -> None:
+        """Withdraw the registrations."""
+        for task in self._registering:
+            task.cancel()
 
     async def current(self) -> tuple[SignedRelay, ...]:
         """The run's relays, for the coordinator to hand out."""

@@ -130,7 +130,8 @@ class RelayServer:
         self.identity = identity
         self.policy = policy
         self.books = books
-        self._clients: dict[bytes, _Client] = {}
+        self._clients: dict[bytes, dict[bytes, _Client]] = {}
+        """By CURVE key and host: one process may host several runs, each with a key of its own for signatures."""
         self._clients_of_host: Counter[bytes] = Counter()
         self._calls: dict[bytes, _Call] = {}
         self._splices: set[Splice] = set()
@@ -167,7 +168,7 @@ class RelayServer:
         carried = self.books.carried
         refused = ", ".join(f"{count} {reason}" for reason, count in sorted(carried.refused.items()))
         return (
-            f"{len(self._clients)} clients, {len(self._splices)} connections of {len(self.books.open_links)} members; "
+            f"{self._clients_of_host.total()} clients, {len(self._splices)} connections of {len(self.books.open_links)} members; "
             f"carried {carried.sent_bytes / 1e6:,.1f} MB over {carried.links} connections"
             + (f"; refused: {refused}" if refused else "")
         )
@@ -247,14 +248,17 @@ class RelayServer:
         else:
             self._check_member(certificate, shown, ask.proof, said)
         host_key = certificate.identity_key if shown is None else shown.host_key
-        if len(self._clients) >= MAX_CLIENTS or self._clients_of_host[host_key] >= MAX_REGISTRATIONS_PER_HOST:
+        if (
+            self._clients_of_host.total() >= MAX_CLIENTS
+            or self._clients_of_host[host_key] >= MAX_REGISTRATIONS_PER_HOST
+        ):
             raise TryLater("this relay has as many clients as it may: try again in a minute")
         run_hash = None if shown is None else shown.run_hash
         client = _Client(socket, host, certificate.curve_key, certificate.identity_key, host_key, run_hash)
-        earlier = self._clients.get(client.curve_key)
-        if earlier is not None:
-            _end(earlier.socket)
-        self._clients[client.curve_key] = client
+        alike = self._clients.setdefault(client.curve_key, {})
+        if host_key in alike:
+            _end(alike[host_key].socket)
+        alike[host_key] = client
         self._clients_of_host[host_key] += 1
         try:
             await client.tell(RelayToClientRegistered())
@@ -265,9 +269,13 @@ class RelayServer:
                     self.policy.note(host_key, time.monotonic())
                 await client.tell(PeerToPeerPong())
         finally:
-            if self._clients.get(client.curve_key) is client:
+            if alike.get(host_key) is client:
+                del alike[host_key]
+            if not alike and self._clients.get(client.curve_key) is alike:
                 del self._clients[client.curve_key]
             self._clients_of_host[host_key] -= 1
+            if not self._clients_of_host[host_key]:
+                del self._clients_of_host[host_key]
 
     def _check_proof(self, certificate: Certificate, proof: bytes | None, said: bytes) -> None:
         if proof is None or not verify_signature(certificate.identity_key, proof, said):
@@ -287,8 +295,9 @@ class RelayServer:
     ) -> None:
         caller, caller_key = self._caller(ask, nonce, address[0])
         self.books.count_call(caller, time.monotonic())
-        target = self._clients.get(ask.target)
-        if target is None or not self._may_call(ask, target):
+        alike = self._clients.get(ask.target, {}).values()
+        target = next((client for client in alike if self._may_call(ask, client)), None)
+        if target is None:
             raise Unreachable("nobody is registered here under this key")
         self.books.open_link(caller)
         try:
