@@ -168,7 +168,8 @@ class RelayServer:
         carried = self.books.carried
         refused = ", ".join(f"{count} {reason}" for reason, count in sorted(carried.refused.items()))
         return (
-            f"{self._clients_of_host.total()} clients, {len(self._splices)} connections of {len(self.books.open_links)} members; "
+            f"{self._clients_of_host.total()} clients, {len(self._splices)} connections of "
+            f"{len(self.books.open_links)} members; "
             f"carried {carried.sent_bytes / 1e6:,.1f} MB over {carried.links} connections"
             + (f"; refused: {refused}" if refused else "")
         )
