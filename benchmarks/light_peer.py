@@ -22,6 +22,7 @@ from light_view import Glance, Record, glance
 from zmq.utils import z85
 
 from shoal.swarm.averaging.norm_claims import pack, ranges
+from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource
 from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError, TryLater
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -116,6 +117,7 @@ class LightPeer:
         # The coordinator dials both ports back; nobody else ever does, so they are closed again.
         async with Node.open(self._keys, "127.0.0.1", (0, 0), admit) as node:
             node.host_key = self._invite.key
+            node.publish(PROBE, ProbeSource())
             await self._request(
                 PeerToCoordinatorJoinRun(
                     run=self._invite.run,

@@ -224,6 +224,8 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
         self.archive = [{0: initial(stage)} for stage in range(STAGES)]
         """Of which version of each stage there is a state to be had, on disks or from others."""
         self.plans = True
+        self.walled: set[int] = set()
+        """Peers that nobody can dial."""
         self.settle()
         for peer in self.peers[:peers]:
             self.start(peer)
@@ -249,7 +251,8 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
 
     def join(self, peer: Peer) -> None:
         peer.forget()
-        self.machine.admission.join(entry(peer.number, peer.key), CPU, self.now_s)
+        reachable = peer.number not in self.walled
+        self.machine.admission.join(entry(peer.number, peer.key, reachable=reachable), CPU, self.now_s)
         able = Capability(
             host_bytes=peer.memory_bytes, device_bytes=None, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01
         )

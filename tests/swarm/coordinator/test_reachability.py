@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import pytest
-from tests.swarm.coordinator.world import CPU, INITIAL, World, entry, peer_name, run_file
+from tests.swarm.coordinator.pipeline_world import PipelineWorld
+from tests.swarm.coordinator.pipeline_world import run_file as pipeline_file
+from tests.swarm.coordinator.world import CPU, INITIAL, World, entry, heartbeat, peer_name, run_file
 
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.reachability import can_meet, choose_group, say_apart, walls
 from shoal.swarm.coordinator.round_plan import PlanRules, plan_round
+from shoal.swarm.pipeline.planner.meeting import strangers
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
 
 A, B, C, D = map(peer_name, range(4))
@@ -222,3 +225,55 @@ def turns_with_claim(world: World, seconds: int) -> None:
         world.behave(world.workers[0])
         world.beat(world.workers[1], unmet=(A,))
         world.pass_time(1.0)
+
+
+# A pipeline --------------------------------------------------------------------------------------------------
+
+
+def pipeline_of(*numbers: int, walled: Collection[int]) -> PipelineWorld:
+    world = PipelineWorld(pipeline_file())
+    world.walled = set(walled)
+    for number in numbers:
+        world.start(world.peers[number])
+    pass_beating(world)
+    return world
+
+
+def pass_beating(world: PipelineWorld) -> None:
+    for _ in range(4):
+        for peer in world.peers:
+            if peer.running:
+                world.beat(peer)
+        world.tick(0.25)
+
+
+def test_two_behind_walls_are_no_neighbours_and_the_host_says_why() -> None:
+    world = pipeline_of(0, 1, 2, walled={0, 1})
+    assert not world.machine.spans
+    assert "cannot reach" in world.machine.say_outlook()
+    world.start(world.peers[3])
+    pass_beating(world)
+    assert set(world.machine.spans) == {B, C, D}, "of A and B one stands beside somebody that it can meet"
+    assert world.machine.walls().keys() == {A}
+    assert "name 1" in world.machine.walls()[A]
+    assert world.machine.membership.members[A].alive
+    assert {one.peer: one.wall for one in world.machine.status(world.now_s).members}[A]
+
+
+def test_neighbours_that_turn_out_not_to_meet_are_parted_without_a_rest() -> None:
+    world = pipeline_of(0, 1, 2, 3, walled=())
+    machine = world.machine
+    beside = [peer for peer in (A, B, C) if machine.spans[peer] in ((0, 0), (1, 1))][:2]
+    one, other = beside
+    for peer, unmet in ((one, other), (other, one)):
+        machine.heartbeat(peer, heartbeat(anchor_version=None, state_digest=None, unmet=(unmet,)), world.now_s)
+    assert strangers_of(world)
+    for _ in range(6):
+        world.tick(0.25)
+    assert not strangers_of(world)
+    assert not machine.rests
+    assert all(machine.membership.members[peer].alive for peer in (A, B, C, D))
+
+
+def strangers_of(world: PipelineWorld) -> list[tuple[str, str]]:
+    return strangers(world.machine.spans, world.machine._peers())
