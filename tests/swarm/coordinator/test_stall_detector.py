@@ -102,8 +102,8 @@ def test_who_gets_closer_keeps_its_place_but_not_for_ever() -> None:
     world = training(5)
     slow = never_enters(world, 2)
     allowed_s = world.machine.deadlines.enter_s(0)
-    for step in range(1, 9):
-        slow.prepared = step / 8
+    for step in range(1, 5):
+        slow.prepared = step / 4
         until_s = world.now_s + 0.8 * allowed_s
         while world.now_s < until_s:
             turn(world)
