@@ -201,10 +201,13 @@ class ErrorFeedback:
             self._store(start, stop, residual.zero_())
             raise
         self._store(start, stop, residual)
-        sizes = [one.packed_bytes(its_stop - its_start) for one, its_start, its_stop in chunks]
-        rooms = list(packed.split(sizes))
-        for (one, its_start, its_stop), room in zip(chunks, rooms, strict=True):
-            self._encoded[its_start, its_stop] = _EncodedChunk(one, room)
+        rooms, at = [], 0
+        for one, its_start, its_stop in chunks:
+            size = one.packed_bytes(its_stop - its_start)
+            rooms.append(packed[at : at + size])
+            self._encoded[its_start, its_stop] = _EncodedChunk(one, rooms[-1])
+            at += size
+        assert at == packed.numel(), "the chunks' codecs pack other bytes than that of all"
         return rooms
 
     def include_chunk(self, start: int, stop: int, factor: float = 1.0) -> None:

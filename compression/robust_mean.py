@@ -125,7 +125,7 @@ def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms
     ``usual_norm``, times its own ``usual_norm`` or, of short ones, which are far from a long mean, the mean one."""
     at_once = max(1, _AT_ONCE // max(1, values[0].numel()))
     groups = [slice(start, start + at_once) for start in range(0, len(values), at_once)]
-    norms = [norm for group in groups for norm in norms_of(torch.stack(values[group]))]
+    norms = [norm for group in groups for norm in norms_of(torch.stack(list(values[group])))]
     usual = [found / norm for found, norm in zip(norms, usual_norms, strict=True)]
     level = _lower_median(usual, weights)
     total = math.fsum(weights)
@@ -134,7 +134,7 @@ def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms
     for _ in range(PASSES):
         step = torch.zeros_like(mean)
         for group in groups:
-            apart = torch.stack(values[group]).sub_(mean)
+            apart = torch.stack(list(values[group])).sub_(mean)
             for one, distance, weight, norm in zip(
                 apart, norms_of(apart), weights[group], usual_norms[group], strict=True
             ):
