@@ -117,7 +117,7 @@ PEER_EVENTS: Mapping[str, EventKind] = {
         {
             "round": "number of the round",
             "peer": "the member that contributed it",
-            "finding": "helps, unclear, harms, empty, copied, wrong gradient or withheld",
+            "finding": "helps, unclear, harms, empty, copied, wrong gradient, wrong loss or withheld",
             "gain_random": "decrease of the loss by it on random samples, in nats",
             "gain_leased": "the same on the member's samples",
         },
@@ -226,7 +226,7 @@ HOST_EVENTS: Mapping[str, EventKind] = {
             "by": "id of the validator",
             "peer": "id of the member",
             "round": "number of the round",
-            "finding": "helps, unclear, harms, empty, copied, wrong gradient or withheld",
+            "finding": "helps, unclear, harms, empty, copied, wrong gradient, wrong loss or withheld",
         },
     ),
     "loss_rose": EventKind(

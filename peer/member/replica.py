@@ -248,6 +248,7 @@ class TrainingReplica:
             self._note_verdict(view.verdict)
         carries = found is not None and self._own.take_up(found, self._state)
         self.work.restart_from(self._state.anchor)
+        self._note_anchor()
         self._enter_round(view.round)
         self._emit(
             "synced",
@@ -352,7 +353,8 @@ class TrainingReplica:
         state = self._state
         if self._checkpointer is not None:
             self._checkpointer.wait_for_residual()
-        offer = RoundOffer(self.round, state.version, state.digest, contribution, tokens, samples, loss)
+        version, digest, first = state.version, state.digest, self.samples.first_batch()
+        offer = RoundOffer(self.round, version, digest, contribution, tokens, samples, loss, first)
         exchange = self._exchange = _Exchange(self.round)
         exchange.outcome = self._network.submit(self._member.average(offer, partial(self._step, exchange, state)))
         if self._checkpointer is not None:
@@ -435,6 +437,7 @@ class TrainingReplica:
             self._divergence.clear()
         else:
             self.samples.take_back()
+        self._note_anchor()
         if self._on_mean is not None:
             self._on_mean(outcome.mean.whole(), outcome.included)
         if self._on_committed is not None:
@@ -458,6 +461,15 @@ class TrainingReplica:
             bytes_sent=self._member.node.meter.sent_bytes,
             bytes_received=self._member.node.meter.received_bytes,
         )
+
+    def _note_anchor(self) -> None:
+        """Note that local work begins at the anchor, where that is known.
+
+        With ``overlap`` it goes on from before; in an own loop a batch may have been computed before the step of the
+        one before it; and gradients are computed again as a whole."""
+        is_known = self.recipe_config is not None and not self._run.averaging.overlap
+        if is_known and self._run.pipeline is None and self._run.algorithm != "virtual_batch":
+            self.samples.restart_from_anchor()
 
     def _enter_round(self, number: int) -> None:
         self.round = number

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import SampleRange
+from shoal.swarm.protocol.types import FirstBatch, SampleRange
 from shoal.swarm.sample_ranges import Ranges, count, merge, to_wire
 
 _PROBES = 16
@@ -82,6 +82,10 @@ def take_batch(dataset: Dataset, indices: NDArray[np.int64]) -> Any:
     return default_collate([dataset[int(index)] for index in indices])
 
 
+_MOST_LOSS = 1e30
+"""Largest loss that is told, as messages allow no larger one."""
+
+
 @dataclass
 class _Done:
     """Samples that were trained on, and the sum of their losses, () float32 on the model's device."""
@@ -125,6 +129,9 @@ class LeasedSamples:
         self._offered = _Done()
         self._batches: deque[LeasedBatch] = deque()
         self._recent: float | None = None
+        self._is_at_anchor = False
+        self._first: tuple[SampleRange, Tensor] | None = None
+        """First batch from the present anchor on, and its loss there."""
         self.steps = 0
         self.tokens_trained = 0
 
@@ -258,6 +265,9 @@ class LeasedSamples:
         if loss is not None and not isinstance(loss, Tensor):
             loss = torch.tensor(float(loss))
         self._done.add(ranges, None if loss is None else loss.detach().float() * samples)
+        if self._is_at_anchor and loss is not None and len(ranges) == 1:
+            self._first = to_wire(ranges)[0], loss.detach().float()
+        self._is_at_anchor = False
         self.tokens_trained += samples * self._tokens_per_sample
         self.steps += 1
         if self.steps % 8 == 1 and loss is not None:  # reading a loss waits for the GPU
@@ -273,6 +283,17 @@ class LeasedSamples:
             return None
         mean = float(self._done.loss_sum) / self.in_round
         return mean if np.isfinite(mean) else None
+
+    def restart_from_anchor(self) -> None:
+        """Note that the next batch is trained from the anchor itself: its loss is one that others can measure again."""
+        self._is_at_anchor, self._first = True, None
+
+    def first_batch(self) -> FirstBatch | None:
+        """Return the first batch from the anchor on; None if none was trained from there, or its loss is not finite."""
+        if self._first is None:
+            return None
+        loss = float(self._first[1])
+        return FirstBatch(samples=self._first[0], loss=loss) if abs(loss) < _MOST_LOSS else None
 
     def done_ranges(self) -> tuple[SampleRange, ...]:
         return to_wire(self._done.ranges)
@@ -297,6 +318,7 @@ class LeasedSamples:
         for batch in self._batches:
             batch.leased = False
         self._done, self._offered = _Done(), _Done()
+        self._is_at_anchor, self._first = False, None
 
 
 MAX_LENGTH = 2**62

@@ -21,6 +21,7 @@ from shoal.peer.validation.scoring import (
     deviation,
     effect_of,
     is_empty,
+    is_same_loss,
     same_bytes_as,
     tolerance,
 )
@@ -30,7 +31,7 @@ from shoal.swarm.protocol.amendments import amended
 from shoal.swarm.protocol.messages import CoordinatorToPeerWork
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.work_scores import WorkScore
+from shoal.swarm.protocol.work_scores import BAD, Finding, WorkScore
 from shoal.swarm.sample_ranges import from_wire
 
 _SAMPLES = 128
@@ -72,9 +73,24 @@ class Scorer:
         seed = self._rng.getrandbits(62)
         on_random = self._meter.gain(anchor, step, random_samples(seed, self.data_length, leased))
         on_leased = self._meter.gain(anchor, step, self._some_of(leased))
-        finding = "copied" if copied else effect_of(on_random, on_leased)
-        measured = {"finding": finding, "on_random": on_random, "on_leased": on_leased, "seed": seed}
-        return bare.model_copy(update={**measured, "copied_from": copied})
+        finding: Finding = "copied" if copied else effect_of(on_random, on_leased)
+        bare, is_true = self._with_first_loss(bare, work, anchor)
+        if finding not in BAD and not is_true:
+            finding = "wrong loss"
+        effects = {"finding": finding, "on_random": on_random, "on_leased": on_leased, "seed": seed}
+        return bare.model_copy(update={**effects, "copied_from": copied})
+
+    def _with_first_loss(self, bare: WorkScore, work: CoordinatorToPeerWork, anchor: Tensor) -> tuple[WorkScore, bool]:
+        """Return the score with the loss of the first batch, if the member has named one, and whether that is true."""
+        first = work.first
+        if first is None:
+            return bare, True
+        start, stop = first.samples.start, first.samples.stop
+        if not 0 < stop - start <= self._run.inner.batch_samples:
+            return bare.model_copy(update={"claimed_loss": first.loss}), False  # no batch of the run's
+        measured, chance = self._meter.loss_at(anchor, self._order.indices(start, stop), _SAMPLES)
+        told = {"claimed_loss": first.loss, "loss": measured if abs(measured) < 1e30 else None}
+        return bare.model_copy(update=told), is_same_loss(first.loss, measured, chance, self._run.inner.precision)
 
     def _score_gradient(
         self,

@@ -83,6 +83,24 @@ class LossMeter:
         self._model.train(was_training)
         return losses
 
+    def loss_at(self, anchor: Tensor, indices: Indices, batch: int) -> tuple[float, float]:
+        """Return the mean loss of the samples at ``anchor`` as one who trains measures it, and how far chance in the
+        model's layers (dropout) moves it. ``batch``: samples at once; buffers stay as they are."""
+        self.vector.write(anchor)
+        buffers = {name: one.clone() for name, one in self._model.named_buffers()}
+        one, other = (self._training_loss(indices, batch) for _ in range(2))
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(buffers[name])
+        return one, abs(one - other)
+
+    @torch.no_grad()
+    def _training_loss(self, indices: Indices, batch: int) -> float:
+        total = 0.0
+        for start in range(0, len(indices), batch):
+            part = indices[start : start + batch]
+            total += float(self._loss(self._model, take_batch(self._data, part).to(self._device))) * len(part)
+        return total / len(indices)
+
     def gradient(self, anchor: Tensor, indices: Indices, batch: int) -> Tensor:
         """Return the mean gradient at ``anchor`` of the samples, (n,) float32, in batches of ``batch``."""
         self.vector.write(anchor)
@@ -196,6 +214,20 @@ def tolerance(precision: str, codec_loss: float, share: float) -> float:
     ``codec_loss``: what encoding that one loses, relative to it. A contribution carries as much from the round before,
     and its owner's part of what encoding the mean has lost, which is divided by the member's ``share`` of the mean."""
     return _PRECISION.get(precision, 0.1) + codec_loss * (2.0 + 1.0 / share)
+
+
+_LOSS_PRECISION = {"float32": 0.01, "bfloat16": 0.03, "float16": 0.03}
+"""How far losses may be apart that two devices compute in the run's precision, relative to the loss, or to one nat."""
+
+
+def is_same_loss(claimed: float, measured: float, chance: float, precision: str) -> bool:
+    """Whether a claimed loss may be the measured one. ``chance``: how far two measurements are apart.
+
+    Where none can be measured, as the anchor has diverged, any may."""
+    if not abs(measured) < _ENDLESS:
+        return True
+    allowed = _LOSS_PRECISION.get(precision, 0.03) * max(abs(measured), 1.0) + 8.0 * chance
+    return abs(claimed - measured) <= allowed
 
 
 def draw(

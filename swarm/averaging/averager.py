@@ -131,6 +131,7 @@ class Averager:
             weight_tokens=offer.weight_tokens,
             ranges=offer.ranges,
             loss=offer.loss,
+            first=offer.first,
             norms=self._claim,
             root=self._root,
         )

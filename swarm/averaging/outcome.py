@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal.compression.range_reader import RangeReader
 from shoal.swarm.averaging.results import RoundMean
 from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.types import SampleRange
+from shoal.swarm.protocol.types import FirstBatch, SampleRange
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class RoundOffer:
     weight_tokens: int
     ranges: tuple[SampleRange, ...]
     loss: float | None
+    first: FirstBatch | None = None
 
 
 @dataclass(frozen=True)

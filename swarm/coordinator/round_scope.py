@@ -855,6 +855,8 @@ class RoundScope:
             raise StaleWork("this peer's state is not the run's: start from the anchor")
         if self.model is None or count(ranges) * self.model.tokens_per_sample != ready.weight_tokens:
             raise WireError("the weight of a contribution must be the tokens of its samples")
+        if ready.first is not None and subtract(from_wire([ready.first.samples]), merge(ranges)):
+            raise WireError("the first batch of a contribution must be of its samples")
         if ready.norms and len(ready.norms) != claim_bytes(self.elements):
             raise WireError("a contribution's norms must be one for each range of the model")
         self._claim(peer, ready.anchor_version, ready.state_digest)
@@ -1263,9 +1265,10 @@ class RoundScope:
         covered, before = self._covered(), len(self.history.rounds)
         ranges = {peer: mine for peer, mine in self.round.ranges.items() if peer not in event.lost}
         carrying = frozenset(peer for peer in ranges if self.membership.members[peer].carried_tokens)
+        first = {peer: ready.first for peer, ready in self.round.ready.items() if ready.first is not None}
         self.record(event)
         if event.verdict.committed:
-            self.review.add(event.verdict, ranges, carrying)
+            self.review.add(event.verdict, ranges, carrying, first)
         self._tell_covered(covered)
         if len(self.history.rounds) > before:
             newest = self.history.rounds[-1]

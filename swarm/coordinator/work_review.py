@@ -12,7 +12,7 @@ from shoal.swarm.errors import NotAdmitted, WireError
 from shoal.swarm.protocol.identity import peer_id
 from shoal.swarm.protocol.messages import CoordinatorToPeerWork, PeerToCoordinatorGetWork
 from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.types import SampleRange
+from shoal.swarm.protocol.types import FirstBatch, SampleRange
 from shoal.swarm.protocol.work_scores import SignedScore
 from shoal.swarm.sample_ranges import Ranges, merge, to_wire
 
@@ -25,11 +25,13 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class _ReviewedRound:
-    """A committed round: the chain hash of its verdict, each member's samples, and who brought earlier work, too."""
+    """A committed round: the chain hash of its verdict, each member's samples, who brought earlier work, too, and what
+    members said of their first batches."""
 
     chain: bytes
     samples: Mapping[str, tuple[SampleRange, ...]]
     carrying: frozenset[str]
+    first: Mapping[str, FirstBatch]
 
 
 class WorkReview:
@@ -42,12 +44,18 @@ class WorkReview:
         self._scored: set[tuple[int, str, str]] = set()
         """Round, validator and member of the scores that have counted."""
 
-    def add(self, verdict: Verdict, ranges: Mapping[str, Ranges], carrying: frozenset[str]) -> None:
+    def add(
+        self,
+        verdict: Verdict,
+        ranges: Mapping[str, Ranges],
+        carrying: frozenset[str],
+        first: Mapping[str, FirstBatch],
+    ) -> None:
         """Add a committed round, whose contributions can be scored until the next round but one.
 
         ``ranges``: of the members whose work it committed, which the run never forgets."""
         samples = {peer: to_wire(merge(mine)) for peer, mine in ranges.items()}
-        self._rounds[verdict.round] = _ReviewedRound(verdict.chain, samples, carrying)
+        self._rounds[verdict.round] = _ReviewedRound(verdict.chain, samples, carrying, first)
         for number in sorted(self._rounds)[:-_ROUNDS]:
             del self._rounds[number]
         self._scored = {one for one in self._scored if one[0] in self._rounds}
@@ -79,7 +87,10 @@ class WorkReview:
         members = self._scope.membership.members
         doubted = tuple(peer for peer in found.samples if members[peer].work.bad)
         return CoordinatorToPeerWork(
-            ranges=found.samples[ask.peer], carries=ask.peer in found.carrying, doubted=doubted
+            ranges=found.samples[ask.peer],
+            first=found.first.get(ask.peer),
+            carries=ask.peer in found.carrying,
+            doubted=doubted,
         )
 
     def score(self, validator: str, signed: SignedScore) -> None:

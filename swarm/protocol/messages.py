@@ -42,6 +42,7 @@ from shoal.swarm.protocol.types import (
     DeviceInfo,
     Digest,
     Dtype,
+    FirstBatch,
     FrozenParameters,
     Headway,
     Host,
@@ -182,6 +183,7 @@ class PeerToCoordinatorRequestLease(Message):
 class PeerToCoordinatorRoundReady(Message):
     """Report that local work has stopped and a contribution over these sample ranges is ready to be averaged.
 
+    ``first``: its first batch, where that was trained from the anchor itself; validators measure its loss again.
     ``norms``: claimed norms of the contribution, sent before any of it (``averaging/norm_claims.py``). ``root``: of the
     tree over its encoded leaves (``averaging/merkle.py``), zeros where there is none. ``signature``: of all that, by
     the peer's identity key (``statements.ContributionStatement``); it is needed where there is any weight."""
@@ -192,6 +194,7 @@ class PeerToCoordinatorRoundReady(Message):
     weight_tokens: Count
     ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
     loss: Loss | None
+    first: FirstBatch | None = None
     norms: NormClaim = b""
     root: Digest = bytes(32)
     signature: Signature = bytes(64)
@@ -410,10 +413,11 @@ class CoordinatorToPeerLease(Message):
 class CoordinatorToPeerWork(Message):
     """Samples of a member's contribution; empty if the round is not among the last committed ones, or lacks the member.
 
-    ``carries``: the contribution also brings work that earlier rounds left out. ``doubted``: members in that round
-    whose last scores were bad, which validators look at first."""
+    ``first``: what the member said of its first batch. ``carries``: the contribution also brings work that earlier
+    rounds left out. ``doubted``: members in that round whose last scores were bad, which validators look at first."""
 
     ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
+    first: FirstBatch | None = None
     carries: bool = False
     doubted: Annotated[tuple[PeerId, ...], Field(max_length=MAX_MEMBERS)] = ()
 

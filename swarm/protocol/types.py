@@ -144,6 +144,14 @@ class SampleRange(Record):
     stop: Count
 
 
+class FirstBatch(Record):
+    """What a member says of the first batch after the anchor: its samples and their mean ``loss``, in nats a token, at
+    the anchor itself, so that it can be measured again."""
+
+    samples: SampleRange
+    loss: Loss
+
+
 class Certificate(Record):
     """An identity's signature of the CURVE key that one of its processes uses."""
 

@@ -12,12 +12,13 @@ from shoal.swarm.protocol.types import Count, Digest, Loss, PeerId, Record
 
 _CONTEXT = b"shoal score of work, version 1\0"
 
-Finding = Literal["helps", "unclear", "harms", "empty", "copied", "wrong gradient", "withheld"]
+Finding = Literal["helps", "unclear", "harms", "empty", "copied", "wrong gradient", "wrong loss", "withheld"]
 """``helps``, ``harms``: the contribution alone lowers or raises the loss on random samples, beyond chance; ``unclear``:
 neither; ``empty``: next to nothing for the work that is claimed; ``copied``: another member's of this round or an
-earlier one; ``wrong gradient``: not that of its samples; ``withheld``: its member did not show it."""
+earlier one; ``wrong gradient``: not that of its samples; ``wrong loss``: its first batch has another loss at the anchor
+than its member said; ``withheld``: its member did not show it."""
 
-BAD: frozenset[Finding] = frozenset({"harms", "empty", "copied", "wrong gradient", "withheld"})
+BAD: frozenset[Finding] = frozenset({"harms", "empty", "copied", "wrong gradient", "wrong loss", "withheld"})
 """Findings that count against a member."""
 
 
@@ -35,7 +36,7 @@ class WorkScore(Record):
     round's anchor by the contribution alone, scaled as in the round, on random samples and on the member's own; None
     where they were not measured. ``seed``: the random samples follow from it, so others can measure again.
     ``copied_from``: whose contribution it is. ``deviation``: of a gradient from the one computed again, relative to
-    that."""
+    that. ``claimed_loss``, ``loss``: of its first batch at the anchor, as the member said and as it is."""
 
     round: Count
     chain: Digest
@@ -46,6 +47,8 @@ class WorkScore(Record):
     seed: Count = 0
     copied_from: PeerId | Literal[""] = ""
     deviation: Annotated[float, Field(ge=0, le=1e30)] | None = None
+    claimed_loss: Loss | None = None
+    loss: Loss | None = None
 
     @property
     def signed_bytes(self) -> bytes:

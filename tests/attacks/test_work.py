@@ -64,6 +64,11 @@ def test_a_member_that_flips_the_sign_is_expelled(swarm: Swarm, run: str, found:
     assert [one.finding for one in scores if one.peer == liar].count(found) >= EXPELLED_AFTER
     for peer in ids:
         assert sum(one.finding in BAD for one in scores if one.peer == peer) < DOUBTED_AFTER, scores
+        assert not any(one.finding == "wrong loss" for one in scores if one.peer == peer), scores
+    if found == "harms":
+        measured = [one for one in scores if one.loss is not None]
+        assert measured, "members say which loss their first batch had"
+        assert all(one.claimed_loss == pytest.approx(one.loss, rel=1e-3) for one in measured)
     plans = [
         one.verdict.plan
         for one in events

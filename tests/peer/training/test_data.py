@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.peer.training.data import LeasedSamples, fingerprint, take_batch
 from shoal.swarm.errors import UserError
+from shoal.swarm.protocol.types import FirstBatch, SampleRange
 from shoal.swarm.sample_ranges import from_wire, merge
 
 LOSS = torch.tensor(2.0)
@@ -242,3 +243,30 @@ def test_batches_are_collated_or_made_by_the_dataset() -> None:
     assert torch.equal(collated[0], torch.tensor([4.0, 1.0]))
     assert torch.equal(collated[1], torch.tensor([4, 1]))
     assert take_batch(Own(), np.array([4, 1])) == "own [4, 1]"
+
+
+def test_the_first_batch_from_the_anchor_is_remembered_until_the_next_anchor() -> None:
+    samples = LeasedSamples(tokens_per_sample=2)
+    samples.add_lease(8, 20)
+
+    def train(loss: float) -> None:
+        assert samples.next_batch(4) is not None
+        samples.finish_batch(torch.tensor(loss))
+
+    train(9.0)
+    assert samples.first_batch() is None, "nobody has said that it was from the anchor"
+    samples.restart_from_anchor()
+    assert samples.first_batch() is None
+    train(3.5)
+    train(1.0)
+    first = FirstBatch(samples=SampleRange(start=12, stop=16), loss=3.5)
+    assert samples.first_batch() == first
+    samples.offer_to_round()
+    samples.take_back()
+    assert samples.first_batch() == first, "the round was aborted, and the anchor is the same"
+    samples.drop_all()
+    assert samples.first_batch() is None
+    samples.add_lease(30, 34)
+    samples.restart_from_anchor()
+    train(float("inf"))
+    assert samples.first_batch() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +14,10 @@ from tests.swarm.averaging.test_allreduce import make_plan
 from torch import Tensor
 
 from shoal.peer.recipes.gpt import GptRecipe
-from shoal.peer.training.inner_loop import make_inner
+from shoal.peer.training.device import autocast
+from shoal.peer.training.inner_loop import InnerLoop, make_inner
 from shoal.peer.training.parameters import ParameterVector
-from shoal.peer.validation.scorer import random_samples
+from shoal.peer.validation.scorer import Scorer, random_samples
 from shoal.peer.validation.scoring import (
     FIRST_LOOKS,
     GROUPS,
@@ -27,13 +29,17 @@ from shoal.peer.validation.scoring import (
     effect_of,
     gain_of,
     is_empty,
+    is_same_loss,
     same_bytes_as,
     tolerance,
 )
 from shoal.peer.validation.validator import FollowedAnchors
 from shoal.swarm.coordinator.events import WorkStanding
 from shoal.swarm.coordinator.trust import is_expelled, work_after
-from shoal.swarm.protocol.run_file import DataSection, InnerSection
+from shoal.swarm.protocol.messages import CoordinatorToPeerWork
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.run_file import DataSection, InnerSection, RunFile
+from shoal.swarm.protocol.types import FirstBatch, SampleRange
 from shoal.swarm.protocol.work_scores import Gain, WorkScore
 
 TINY = {"layers": 1, "heads": 2, "width": 16, "context": 12}
@@ -295,3 +301,87 @@ def test_random_samples_follow_from_the_seed_and_are_not_leased() -> None:
     assert (one == random_samples(3, 100, leased)).all()
     assert one.min() >= 50
     assert len(random_samples(3, 10, np.arange(10))) == 128
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_loss_of_a_first_batch_is_measured_again(recipe: GptRecipe, precision: str) -> None:
+    training, _ = attacked(recipe, 0)
+    indices = np.arange(3, 3 + BATCH, dtype=np.int64)
+    model, data = recipe.build_model(1), recipe.training_data()
+    loop = InnerLoop(model, recipe.loss, autocast(torch.device("cpu"), precision), 2)
+    claimed = float(loop.backward(data.batch(indices)))
+    measured, chance = training.meter.loss_at(training.anchor, indices, 3)
+    assert chance == 0.0
+    assert is_same_loss(claimed, measured, chance, precision)
+    assert claimed == pytest.approx(measured, rel=1e-5 if precision == "float32" else 0.01)
+    for wrong in (0.9 * claimed, 1.1 * claimed, 0.0, 1e30):
+        assert not is_same_loss(wrong, measured, chance, precision)
+    other, _ = training.meter.loss_at(training.anchor, indices + 100, 3)
+    assert other != measured
+    assert is_same_loss(0.0, float("nan"), 0.0, precision), "an anchor that has diverged"
+
+
+def test_chance_in_the_layers_widens_the_tolerance() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+    before = {name: one.clone() for name, one in model.named_buffers()}
+
+    class Samples:
+        def __len__(self) -> int:
+            return 64
+
+        def batch(self, indices: Indices) -> Tensor:
+            return torch.randn(len(indices), 4, generator=torch.Generator().manual_seed(1))
+
+    meter = LossMeter(model, lambda net, batch: net(batch).square().mean(), Samples())  # type: ignore[arg-type]
+    anchor = torch.ones(meter.vector.elements)
+    measured, chance = meter.loss_at(anchor, np.arange(32), 32)
+    assert chance > 0.0
+    assert is_same_loss(measured + 4 * chance, measured, chance, "float32")
+    assert all(one.equal(before[name]) for name, one in model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("first", "finding"),
+    [
+        (lambda loss: (8, 12, loss), "unclear"),
+        (lambda loss: (8, 12, 0.8 * loss), "wrong loss"),
+        (lambda loss: (0, 4, loss), "wrong loss"),
+        (lambda loss: (8, 40, loss), "wrong loss"),
+        (lambda loss: (8, 8, loss), "wrong loss"),
+        (None, "unclear"),
+    ],
+    ids=["true", "lower", "of other samples", "of more samples", "of none", "none"],
+)
+def test_a_lie_about_the_first_batch_is_a_bad_score(
+    recipe: GptRecipe, first: Callable[[float], tuple[int, int, float]] | None, finding: str
+) -> None:
+    scorer, verdict, anchor, step, samples = scored_member(recipe)
+    indices = scorer._order.indices(8, 12)
+    claimed, _ = scorer._meter.loss_at(anchor, indices, 4)
+    told = None
+    if first is not None:
+        start, stop, loss = first(claimed)
+        told = FirstBatch(samples=SampleRange(start=start, stop=stop), loss=loss)
+    work = CoordinatorToPeerWork(ranges=(samples,), first=told)
+    score = scorer.score(verdict, verdict.plan.members[0], work, anchor, step)  # type: ignore[union-attr]
+    assert score.finding == finding
+    assert (score.claimed_loss is None) == (first is None)
+
+
+def scored_member(recipe: GptRecipe) -> tuple[Scorer, Verdict, Tensor, Tensor, SampleRange]:
+    """A scorer, a round of one member that trained on its samples 8 to 40, its anchor, and what it contributes."""
+    run = RunFile.model_validate(
+        {
+            "run": {"name": "reef", "seed": 1},
+            "recipe": {"name": "gpt", "settings": TINY},
+            "round": {"tokens": 1},
+            "inner": {"batch_samples": BATCH, "precision": "float32"},
+        }
+    )
+    scorer = Scorer(run, recipe, torch.device("cpu"), random.Random(1))
+    anchor = torch.empty(scorer._meter.vector.elements)
+    scorer._meter.vector.read(0, len(anchor), anchor)
+    step = 4.0 * scorer._meter.gradient(anchor, scorer._order.indices(8, 40), 16)
+    plan = make_plan([1])
+    verdict = Verdict.model_construct(round=0, chain=bytes(32), plan=plan)
+    return scorer, verdict, anchor, step, SampleRange(start=8, stop=40)

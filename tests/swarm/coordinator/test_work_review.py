@@ -20,7 +20,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorGetWork,
     RevokeInvite,
 )
-from shoal.swarm.protocol.types import Role
+from shoal.swarm.protocol.types import FirstBatch, Role, SampleRange
 from shoal.swarm.protocol.work_scores import Finding, Gain, SignedScore, WorkScore
 from shoal.swarm.sample_ranges import from_wire
 
@@ -310,3 +310,41 @@ def test_validators_that_left_do_not_expel() -> None:
     assert not is_expelled(standing, ["w"])
     assert not is_expelled(standing, [])
     assert not is_expelled(standing, ["v", "w"])
+
+
+def test_what_members_say_of_their_first_batches_goes_to_validators() -> None:
+    world = ReviewedWorld()
+    validator = world.validator()
+    told: dict[str, FirstBatch] = {}
+    real = world.ready
+
+    def ready(worker: Any, **claims: Any) -> None:
+        start = worker.done[0][0]
+        told[worker.peer] = FirstBatch(samples=SampleRange(start=start, stop=start + 1), loss=2.0 + worker.number)
+        real(worker, first=told[worker.peer], **claims)
+
+    world.ready = ready  # type: ignore[method-assign]
+    world.go_on(1)
+    number = world.verdicts[-1].verdict.round
+    for peer, first in told.items():
+        work = world.review.samples_of(validator, PeerToCoordinatorGetWork(round=number, peer=peer))
+        assert work.first == first
+    assert len(told) == 3
+
+
+def test_a_first_batch_of_others_samples_is_refused() -> None:
+    world = ReviewedWorld()
+    refused = []
+    real = world.ready
+
+    def ready(worker: Any, **claims: Any) -> None:
+        stop = worker.done[-1][1]
+        first = FirstBatch(samples=SampleRange(start=stop - 1, stop=stop + 1), loss=2.0)
+        with pytest.raises(WireError, match="its samples"):
+            real(worker, first=first, **claims)
+        refused.append(worker.peer)
+        real(worker, **claims)
+
+    world.ready = ready  # type: ignore[method-assign]
+    world.go_on(1)
+    assert refused
