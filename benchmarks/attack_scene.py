@@ -480,7 +480,7 @@ async def simulate(case: Case, marks: Sequence[int]) -> Watch:
         return member
 
     members = case.honest + case.attackers + case.validators
-    async with swarm(members, toml, elements, network, make=make) as made:
+    async with swarm(members, toml, elements, network, latency_s=0.001, make=make) as made:
         made.coordinator.tick_s = TICK_S
         trainers = [one for one in made.members if isinstance(one, Trainer)]
         honest, attackers = trainers[: case.honest], trainers[case.honest :]

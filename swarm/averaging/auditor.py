@@ -37,6 +37,10 @@ _UNSIGNED_ROUNDS, _UNSHOWN_ROUNDS = 2, 8
 find the former together, the latter one after the other."""
 
 
+_FIRST_LOOKS = 5.0
+"""Bytes of audits of makers that were not checked yet, in shares of a round: a tenth of it at 2 %."""
+
+
 @dataclass(frozen=True)
 class ChosenChunk:
     """A result chunk to check: index of its part in the plan, and its own in the round; ``maker``: index of a
@@ -92,15 +96,15 @@ def choose(
 ) -> list[ChosenChunk]:
     """Draw the chunks that member ``me`` checks of a committed round, so many that on average they take ``share``.
 
-    One more of a maker that is not ``known``, if there is any: a model has as few as four chunks for each member, of
-    which a share finds a liar after many rounds only. It costs once, whatever the share, what each member made."""
+    Until all makers are ``known`` one more of those that are not, as often as takes ``_FIRST_LOOKS`` times the share at
+    most: a model has as few as four chunks for each member, of which a share finds a liar after many rounds only."""
     found = list(auditable(store, verdict, me))
     wanted = audits_a_round(share, len(store.plan.members), store.chunks, len(store.group.rows))
     count = math.floor(wanted) + (rng.random() < wanted % 1.0)
     chosen = rng.sample(found, min(count, len(found)))
     seen = {*known, *(store.plan.members[one.maker].peer for one in chosen)}
     new = [one for one in found if store.plan.members[one.maker].peer not in seen]
-    return [*chosen, rng.choice(new)] if new else chosen
+    return [*chosen, rng.choice(new)] if new and rng.random() < _FIRST_LOOKS * wanted else chosen
 
 
 @dataclass(frozen=True)

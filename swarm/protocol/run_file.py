@@ -345,9 +345,9 @@ class AuditSection(Record):
             le=1,
             description=(
                 "share of the bytes of its rounds that each member spends on checking means that others have made, and "
-                "about the same share of work, beside one chunk of each other member, once; of a pipeline's "
-                "micro-batches the share that another replica computes again. 0: none are checked, and what is wrong "
-                "within the bounds is never found"
+                "about the same share of work, at first up to six times as much; of a pipeline's micro-batches the "
+                "share that another replica computes again. 0: none are checked, and what is wrong within the bounds "
+                "is never found"
             ),
         ),
     ] = 0.02

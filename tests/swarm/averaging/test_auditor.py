@@ -100,16 +100,23 @@ def test_every_chunk_is_drawn_as_often_as_the_share_says() -> None:
     run_virtual(main())
 
 
-def test_each_maker_is_audited_once_however_small_the_share_is() -> None:
+def test_makers_that_were_not_checked_yet_are_looked_at_first() -> None:
+    """A share of 0.1 is 0.27 chunks a round here, so five times that is one in each round."""
+
     async def main() -> None:
         done = await committed_round()
-        store, me, rng = done.sides[ME].store, MEMBERS[ME].peer_id, random.Random(7)
-        first = [choose(store, done.verdict, me, set(), 1e-9, rng) for _ in range(100)]
-        assert {one.chunk for (one,) in first} == {2, 3, 4, 5}
-        second = [choose(store, done.verdict, me, {MEMBERS[2].peer_id}, 1e-9, rng) for _ in range(100)]
-        assert {one.maker for (one,) in second} == {1}
-        auditor, _ = await audited(done, rounds=6, share=1e-9)
-        assert auditor.audited == 2
+        store, me, rng, others = (
+            done.sides[ME].store,
+            MEMBERS[ME].peer_id,
+            random.Random(7),
+            ALL - {MEMBERS[ME].peer_id},
+        )
+        draws = [choose(store, done.verdict, me, {MEMBERS[2].peer_id}, 0.1, rng) for _ in range(200)]
+        assert all(any(one.maker == 1 for one in draw) for draw in draws)
+        rarely = [choose(store, done.verdict, me, set(), 0.01, rng) for _ in range(2000)]
+        assert sum(map(len, rarely)) / 2000 == pytest.approx(6 * audits_a_round(0.01, 3, store.chunks), rel=0.2)
+        auditor, _ = await audited(done, rounds=2, share=0.1)
+        assert auditor._known == others
 
     run_virtual(main())
 
