@@ -119,13 +119,15 @@ async def test_several_receivers_share_the_limit_evenly() -> None:
             await fetch(reader, donor, sink, range(10))
             ended_s.append(time.monotonic())
 
+        for reader in readers:  # the links are open before anything is measured
+            await fetch(reader, donor, Sink(), range(1))
         start_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for reader, sink in zip(readers, sinks, strict=True):
                 tasks.create_task(read(reader, sink))
         assert all(sink.holds(source, range(10)) for sink in sinks)
         assert 1.0 <= ended_s[-1] - start_s <= 10.0  # 2.4 MB at 2 MB a second
-        assert ended_s[0] - start_s >= 0.6 * (ended_s[-1] - start_s)
+        assert ended_s[0] - start_s >= 0.5 * (ended_s[-1] - start_s)  # one after the other: 0.33
 
 
 @run
