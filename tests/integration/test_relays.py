@@ -29,6 +29,7 @@ def test_members_that_nobody_can_dial_meet_over_the_relay_beside_the_host(swarm:
 def relay_url(process: Process) -> str:
     def look() -> str | None:
         found = [word.strip("'") for word in process.text().split() if word.startswith("'shoal-relay://")]
+        assert found or process.running, process.tail()
         return found[0] if found else None
 
     return eventually("the relay says where it is", look, START_S, process.tail)
@@ -51,7 +52,8 @@ def test_a_host_and_members_behind_walls_meet_over_one_relay(swarm: Swarm) -> No
 @pytest.mark.slow
 def test_the_relay_is_killed_in_a_round_and_another_one_takes_over(swarm: Swarm) -> None:
     key = ("--bind", "127.0.0.1:0", "--identity")
-    relays = [swarm.command(name, *SHOAL, "relay", *key, str(swarm.folder / name)) for name in ("first", "second")]
+    names = "first", "second"
+    relays = [swarm.command(name, *SHOAL, "relay", *key, str(swarm.folder / f"{name}-key")) for name in names]
     via = [word for relay in relays for word in ("--via", relay_url(relay))]
     host = swarm.host(run_toml(), extra=via)
     members = walled(swarm, host.invite, "a", "b")
