@@ -472,12 +472,9 @@ class Membership:
         known: T = self._remembered[question]
         return known
 
-    def walls(self, anchor_version: int, digest: bytes | None, group_size: int) -> Mapping[str, str]:
+    def walls(self, group_size: int) -> Mapping[str, str]:
         """Return why live trainers cannot take part, by peer: those that can meet none of whom they would have to."""
-        return self._remember(
-            ("walls", anchor_version, digest),
-            lambda: walls(self.trainers(), self.synced(anchor_version, digest), group_size),
-        )
+        return self._remember(("walls",), lambda: walls(self.trainers(), group_size))
 
     def status(
         self, anchor_version: int, digest: bytes | None, current_round: int = 0, walls: Mapping[str, str] = _NO_WALLS

@@ -86,15 +86,19 @@ def choose_group(members: Mapping[str, Member], peers: Sequence[str], group_size
     return Group(meeting - apart.keys(), apart, shunned)
 
 
-def walls(trainers: Mapping[str, Member], synced: Mapping[str, Member], group_size: int) -> dict[str, str]:
-    """Return why members cannot take part, by peer: ``synced`` ones that nobody can average with, and others that can
-    meet nobody who holds the state."""
-    if len(trainers) < 2 or not synced:
+def walls(trainers: Mapping[str, Member], group_size: int) -> dict[str, str]:
+    """Return why members cannot take part, by peer: those with a state that cannot average with the others, and those
+    without one that can meet nobody who could give it to them.
+
+    Whoever holds any state counts: just after a verdict some have applied it, and others not yet."""
+    holders = [peer for peer, one in trainers.items() if one.anchor_version is not None]
+    if len(trainers) < 2 or not holders:
         return {}
-    apart = dict(choose_group(trainers, list(synced), group_size).apart)
-    donors = [peer for peer in synced if peer not in apart]
-    for peer in trainers:
-        if peer not in synced and not any(can_meet(peer, donor, trainers) for donor in donors):
+    apart = dict(choose_group(trainers, holders, group_size).apart)
+    for peer, member in trainers.items():
+        if member.anchor_version is None and not any(
+            can_meet(peer, other, trainers) for other in trainers if other != peer
+        ):
             apart[peer] = f"it cannot connect to any of the members that hold the state, nor they to it: {WHAT_HELPS}"
     return apart
 

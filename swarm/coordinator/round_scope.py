@@ -611,8 +611,7 @@ class RoundScope:
 
     def walls(self) -> Mapping[str, str]:
         """Return why live trainers cannot take part, by peer: those that can meet none of whom they would have to."""
-        digest = None if self.is_disputed else self.agreed_digest
-        return self.membership.walls(self.anchor_version, digest, self.run.averaging.group_size)
+        return self.membership.walls(self.run.averaging.group_size)
 
     def say_apart(self) -> str:
         """Say which members cannot meet the others, and what to do; empty when all can."""

@@ -31,7 +31,7 @@ def test_two_behind_nats_and_then_one_that_can_be_reached(swarm: Swarm) -> None:
     kinds = {"host": Kind.PUBLIC, "ann": Kind.SYMMETRIC, "half": Kind.PORT_RESTRICTED, "pub": Kind.PUBLIC}
     with nat_lab(kinds) as lab:
         lab.forward("half", 6000)
-        host = hosting(swarm, lab, run_toml(max_s=0.5, patience_s=4.0))
+        host = hosting(swarm, lab, run_toml(max_s=2.0, patience_s=6.0))
         half = joined(swarm, lab, host, "half", port=6000, advertise=f"{lab.outside('half')}:6000")
         assert half.event("joined", START_S)["reachable"] is False
         half.says("its control port answers, but its data port", AT_ONCE_S)

@@ -62,7 +62,7 @@ def test_where_nobody_can_be_dialed_who_was_at_work_goes_on_alone() -> None:
 
 def test_one_alone_needs_nobody() -> None:
     assert not choose_group(members((), of=1), [A], FLAT).apart
-    assert walls(members((), of=1), members((), of=1), FLAT) == {}
+    assert walls(members((), of=1), FLAT) == {}
 
 
 @pytest.mark.parametrize("credit", [(), (1, 1, 1, 1)])
@@ -109,23 +109,33 @@ def test_contributors_that_can_be_dialed_own_where_nobody_else_does() -> None:
     assert set(choose_group(two, [A, B], FLAT).owners) == {A}
 
 
-def test_a_newcomer_needs_a_donor_that_it_can_meet() -> None:
-    three = members({C}, of=3)
-    assert walls(three, {A: three[A], B: three[B]}, FLAT).keys() == {B}, "A goes on alone, and C can be dialed by it"
-    walled = members((), of=2)
-    found = walls(walled, {A: walled[A]}, FLAT)
+def holding(found: dict[str, Member], *holders: str) -> dict[str, Member]:
+    for peer in holders:
+        found[peer].anchor_version, found[peer].state_digest = 3, INITIAL
+    return found
+
+
+def test_a_newcomer_needs_somebody_that_it_can_meet() -> None:
+    found = walls(holding(members((), of=2), A), FLAT)
     assert found.keys() == {B}
     assert "hold the state" in found[B]
     assert "forward both ports" in found[B]
+    assert not walls(holding(members({C}, of=3), A), FLAT), "A gives it to C, who gives it to B"
+
+
+def test_nobody_is_walled_for_the_moment_in_which_others_apply_a_verdict() -> None:
+    three = holding(members({C}, of=3), A, B, C)
+    three[C].anchor_version = 2
+    assert not walls(three, FLAT)
 
 
 def test_what_people_are_told() -> None:
-    walled = members((), of=2)
-    said = say_apart(walled, walls(walled, walled, FLAT))
+    walled = holding(members((), of=2), A, B)
+    said = say_apart(walled, walls(walled, FLAT))
     assert said.startswith("none of the 2 members can be reached from outside")
     assert "forward both ports" in said
-    one = members({A}, of=3, unmet={C: (A,)})
-    assert say_apart(one, walls(one, one, FLAT)).startswith("name 2 cannot take part: it cannot connect to name 0")
+    one = holding(members({A}, of=3, unmet={C: (A,)}), A, B, C)
+    assert say_apart(one, walls(one, FLAT)).startswith("name 2 cannot take part: it cannot connect to name 0")
     assert say_apart(one, {}) == ""
 
 
