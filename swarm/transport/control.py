@@ -84,6 +84,7 @@ class ControlPlane:
         self._backlog = ReceiveBacklog()
         self._context = context
         self._tasks = tasks
+        self._is_stopped = False
         self._limits = limits
         self._handlers: dict[tuple[str, int, type[Message]], Handler] = {}
         self.without_handlers: Callable[[str], ShoalError | None] = lambda run: None
@@ -133,6 +134,7 @@ class ControlPlane:
         return bound
 
     def stop(self) -> None:
+        self._is_stopped = True
         # Incoming channels too: sending on a closed socket would leave a failed future that nobody awaits.
         for channel in self.channels:
             self._close(channel, Unreachable("closing down"), linger_ms=100)
@@ -145,7 +147,9 @@ class ControlPlane:
         """The channel to the holder of ``key`` at an address; it connects and reconnects in the background.
 
         ``via``: a relay, where the address is that of a local forwarder (``paths.py``). Raises ``Unreachable`` for an
-        address that is not valid."""
+        address that is not valid, and while this process leaves the network."""
+        if self._is_stopped:
+            raise Unreachable("closing down")
         address = endpoint(host, port)
         known = self._dialed.get((address, key))
         if known is not None:

@@ -196,3 +196,11 @@ async def test_a_call_that_cannot_be_made_leaves_nothing_behind(fails: str, monk
 
 
 # What waits to be read ----------------------------------------------------------------------------------
+
+
+@run
+async def test_who_leaves_the_network_dials_nobody() -> None:
+    async with swarm() as (a, b):
+        a.node.control.stop()
+        with pytest.raises(Unreachable, match="closing down"):
+            a.node.control.dial(HOST, b.node.control_port, b.keys.public)
