@@ -329,9 +329,9 @@ class ScopeHandlers:
         self.service.path_requests.check(peer, 1)
         relays = await self.service.relays()
         identity, member = self.service.identity, self.scope.membership.members[peer]
-        member_key = member.entry.certificate.identity_key
         run_hash, expires_s = self.scope.run.hash, int(time.time()) + PASS_S
-        relay_pass = make_pass(identity.sign, identity.public_key, run_hash, member_key, expires_s)
+        # Its CURVE key is that of the channel, so it is known to be its own.
+        relay_pass = make_pass(identity.sign, identity.public_key, run_hash, member.entry.certificate, expires_s)
         return CoordinatorToPeerRelays(relays=relays, relay_pass=relay_pass)
 
     async def _show_addresses(self, channel: Channel, message: Message) -> Message:

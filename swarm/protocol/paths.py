@@ -23,7 +23,7 @@ PASS_S = 3600
 CLOCK_ERROR_S = 300
 """Difference of two machines' clocks that is put up with."""
 
-_PASS = b"shoal relay pass, version 1\0"
+_PASS = b"shoal relay pass, version 2\0"
 _RELAY = b"shoal relay of a run, version 1\0"
 _PROOF = b"shoal relay client, version 1\0"
 _INTRODUCTION = b"shoal relay introduction, version 1\0"
@@ -48,11 +48,15 @@ class SignedRelay(Record):
 
 
 class RelayPass(Record):
-    """The host's signature that the holder of this CURVE key is a member of its run until ``expires_s``."""
+    """The host's signature that an identity is a member of its run until ``expires_s``, and has this CURVE key.
+
+    Members certify their CURVE keys themselves. The host has seen that this one is the member's, so that no member can
+    be registered under the key of another one or of the host, and take its calls."""
 
     host_key: Key
     run_hash: Digest
     member_key: Key
+    curve_key: Key
     expires_s: ExpiryTime
     signature: Signature
 
@@ -75,31 +79,37 @@ def check_relay(relay: SignedRelay, run_hash: bytes, host_key: bytes) -> None:
         raise NotAdmitted("the run's host has not signed this relay")
 
 
-def _pass_bytes(run_hash: bytes, member_key: bytes, expires_s: int) -> bytes:
-    return _PASS + run_hash + member_key + struct.pack(">Q", expires_s)
+def _pass_bytes(run_hash: bytes, member_key: bytes, curve_key: bytes, expires_s: int) -> bytes:
+    return _PASS + run_hash + member_key + curve_key + struct.pack(">Q", expires_s)
 
 
 def make_pass(
-    sign: Callable[[bytes], bytes], host_key: bytes, run_hash: bytes, member_key: bytes, expires_s: int
+    sign: Callable[[bytes], bytes], host_key: bytes, run_hash: bytes, certificate: Certificate, expires_s: int
 ) -> RelayPass:
-    """Make a pass for the holder of an identity key, with the host's key."""
-    signature = sign(_pass_bytes(run_hash, member_key, expires_s))
+    """Make a pass for the holder of a certificate, with the host's key."""
+    member_key, curve_key = certificate.identity_key, certificate.curve_key
     return RelayPass(
-        host_key=host_key, run_hash=run_hash, member_key=member_key, expires_s=expires_s, signature=signature
+        host_key=host_key,
+        run_hash=run_hash,
+        member_key=member_key,
+        curve_key=curve_key,
+        expires_s=expires_s,
+        signature=sign(_pass_bytes(run_hash, member_key, curve_key, expires_s)),
     )
 
 
 def check_pass(shown: RelayPass, certificate: Certificate, unix_s: float) -> None:
-    """Check that a pass is valid now and for the identity of this certificate, which is valid, too.
+    """Check that a pass is valid now and for the keys of this certificate, which is valid, too.
 
     Raises ``NotAdmitted``."""
     if unix_s > shown.expires_s + CLOCK_ERROR_S:
         raise NotAdmitted("the pass has expired", "expired")
     if shown.member_key != certificate.identity_key:
         raise NotAdmitted("the pass is for another identity")
-    if not verify_signature(
-        shown.host_key, shown.signature, _pass_bytes(shown.run_hash, shown.member_key, shown.expires_s)
-    ):
+    if shown.curve_key != certificate.curve_key:
+        raise NotAdmitted("the pass is for another process of this identity")
+    said = _pass_bytes(shown.run_hash, shown.member_key, shown.curve_key, shown.expires_s)
+    if not verify_signature(shown.host_key, shown.signature, said):
         raise NotAdmitted("the pass was not signed by the host that it names", "forged")
     verify_certificate(certificate)
 

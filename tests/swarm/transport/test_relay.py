@@ -43,10 +43,9 @@ async def relay_of(
 
 
 def credentials(host: Identity, member: Member, run_hash: bytes = RUN, valid_s: int = 600) -> RelayCredentials:
-    mine = member.identity
-    expires_s = int(time.time()) + valid_s
-    shown = make_pass(host.sign, host.public_key, run_hash, mine.public_key, expires_s)
-    return RelayCredentials(mine, mine.certify(member.keys), shown)
+    certificate = member.identity.certify(member.keys)
+    shown = make_pass(host.sign, host.public_key, run_hash, certificate, int(time.time()) + valid_s)
+    return RelayCredentials(member.identity, certificate, shown)
 
 
 async def use(member: Member, relay: Relay, host: Identity, *, registered: bool = True) -> None:
@@ -182,6 +181,24 @@ async def test_members_of_other_runs_and_without_a_valid_pass_are_refused() -> N
             assert why
         relayed = await call(relay.address, a.keys.public, "data", good)
         relayed.socket.close()
+
+
+@run
+async def test_no_member_takes_the_registration_of_another_one_or_of_the_host() -> None:
+    async with walled() as (relay, host, (a, b)):
+        host_keys = host.coordinator_keys()
+        mine = RelayCredentials(host, host.certify(host_keys))
+        registration, _ = b.node.relays.register(relay.address, lambda: mine, lambda: None)
+        await until(lambda: registration.is_registered)
+        kept = {key: dict(alike) for key, alike in relay.server._clients.items()}
+        honest = credentials(host, b)
+        for keys in (a.keys, host_keys):
+            lie = RelayCredentials(b.identity, b.identity.certify(keys), honest.relay_pass)
+            trial, task = b.node.relays.register(relay.address, lambda lie=lie: lie, lambda: None)
+            await until(lambda one=trial: one.is_registered or bool(one.trouble))
+            assert not trial.is_registered
+            task.cancel()
+        assert relay.server._clients == kept
 
 
 @run
