@@ -23,7 +23,7 @@ from shoal.swarm.protocol.identity import CurveKeys, Identity, key_text, verify_
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import PROTOCOL_VERSION, CoordinatorToPeerStatus
 from shoal.swarm.protocol.run_file import CardSection, RunFile, RunName
-from shoal.swarm.protocol.types import Certificate, Count, Loss, Rate, Record, UnixTime
+from shoal.swarm.protocol.types import MAX_RATE, Certificate, Count, Loss, Rate, Record, UnixTime
 
 MAX_CARD_BYTES = 16_384
 _CONTEXT = b"shoal run card, version 1\0"
@@ -196,7 +196,7 @@ class CardSource:
             "of_tokens": run.run.tokens,
             "loss": status.loss,
             "members": len(alive),
-            "tokens_per_s": round(sum(one.tokens_per_s for one in alive), 1),
+            "tokens_per_s": min(round(sum(one.tokens_per_s for one in alive), 1), MAX_RATE),
             "admission": run.access.admission,
             "invite": str(replace(self.invite, token=b"")) if run.access.admission == "open" else "",
             "state": "ended" if ended else "stopped" if stopped else "running",

@@ -1,6 +1,6 @@
 """Publication of a run's card by its host: written anew when the run goes on, and now and then when it does not.
 
-A store that hangs or refuses holds up nothing but the card."""
+A store that hangs or refuses, or a card that cannot be made, holds up nothing but the card."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CardWriter:
                 await asyncio.shield(self._writing)
         except TimeoutError:
             self._say(f"{self.place.shown}: has not taken the run's card within {within_s:.0f} s")
-        except StorageError as error:
+        except (StorageError, ValueError) as error:  # a card of values that it has no room for is one of the latter
             self._say(str(error))
         else:
             if self._has_failed:

@@ -36,6 +36,7 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import (
+    MAX_RATE,
     Capability,
     DeviceInfo,
     LayerSize,
@@ -757,9 +758,6 @@ def _difference(run: tuple[LayerSize, ...], here: tuple[LayerSize, ...]) -> str:
 
 # Status -----------------------------------------------------------------------------------------------------
 
-_MOST = 1e18
-"""The largest rate that a message has room for."""
-
 
 def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
     """Each as fast as it is in its fastest stage, with what it has committed in all of them. What it does is told as
@@ -802,7 +800,7 @@ def _stages_of(run: PipelineRun) -> tuple[StageStatus, ...]:
             replicas=tuple(scope.working()),
             coming=tuple(peer for peer in run.holders(number) if peer not in scope.working()),
             tokens_per_s=_rate(run, scope),
-            capacity_tokens_per_s=min(capacity, _MOST),
+            capacity_tokens_per_s=min(capacity, MAX_RATE),
             tokens_in_round=scope.tokens_in_round(),
             queue=run.stages[number].queue(),
             state_digest=scope.agreed_digest,
@@ -815,7 +813,7 @@ def _stages_of(run: PipelineRun) -> tuple[StageStatus, ...]:
 
 def _rate(run: PipelineRun, scope: RoundScope) -> float:
     """Return the tokens a second of a stage; 0 while it waits for other stages, whatever replicas reported last."""
-    return 0.0 if run.phase == "waiting" else min(sum(one.tokens_per_s for one in scope.working().values()), _MOST)
+    return 0.0 if run.phase == "waiting" else min(sum(one.tokens_per_s for one in scope.working().values()), MAX_RATE)
 
 
 def _capacity(run: PipelineRun, scope: RoundScope, peer: str) -> float:

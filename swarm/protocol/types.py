@@ -37,6 +37,9 @@ MAX_CLAIM_BYTES = 128
 MAX_INVITE_USES = 4096
 MAX_TOKEN_BYTES = 128
 MAX_AMENDMENTS = 64
+MAX_RATE = 1e18
+"""The largest rate that a message has room for. What one member claims may be as much."""
+
 
 PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 """Sixteen base32 characters of the SHA-256 of an Ed25519 public key (``identity.peer_id``)."""
@@ -54,7 +57,7 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 UnixTime = Annotated[float, Field(ge=0, le=1e12)]
 """Seconds since 1970, UTC."""
-Rate = Annotated[float, Field(ge=0, le=1e18)]
+Rate = Annotated[float, Field(ge=0, le=MAX_RATE)]
 Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
 Dtype = Annotated[str, Field(max_length=32)]

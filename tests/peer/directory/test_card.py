@@ -4,11 +4,13 @@ import json
 
 import pytest
 from tests.peer.directory.cards import make_card, run_file, signed_anew
+from tests.swarm.coordinator.world import CPU
 
 from shoal.peer.directory.card import MAX_CARD_BYTES, needs_of, parse_card
 from shoal.swarm.errors import DirectoryError
 from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.identity import Identity, key_text
+from shoal.swarm.protocol.types import MAX_RATE, MemberStatus
 
 HOST = Identity.generate()
 
@@ -119,3 +121,25 @@ def test_a_title_cannot_move_the_cursor() -> None:
     content = json.loads(make_card().file_bytes) | {"title": "\x1b[2J"}
     with pytest.raises(DirectoryError, match="title"):
         parse_card(json.dumps(content).encode())
+
+
+def test_what_members_claim_makes_no_card_impossible() -> None:
+    """Each may claim the largest rate; together they have no more room in a card."""
+    member = MemberStatus(
+        peer="a" * 16,
+        name="a peer",
+        device=CPU,
+        activity="training",
+        alive=True,
+        synced=True,
+        reachable=True,
+        tokens_per_s=MAX_RATE,
+        tokens_committed=0,
+        share=0.0,
+        credit=0.0,
+        loss=None,
+        bytes_sent=0,
+        bytes_received=0,
+    )
+    card = make_card(members=(member, member.model_copy(update={"peer": "b" * 16})))
+    assert (card.members, card.tokens_per_s) == (2, MAX_RATE)

@@ -116,3 +116,25 @@ def test_cards_are_written_to_folders_and_stores(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RemoteStorageError, match="cannot be written"):
         write_card(Place(str(tmp_path / "file" / "reef.json")), b"card")
+
+
+def test_a_card_that_cannot_be_made_is_said_and_made_again_later(
+    written: list[tuple[float, bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        fails = [True, False]
+
+        async def make(stopped: bool) -> bytes:
+            if fails.pop(0):
+                raise ValueError("no room for that")
+            return b"card"
+
+        writer = CardWriter(Place("card.json"), make, lambda place, data: written.append((now_s(), data)))
+        task = asyncio.create_task(writer.keep())
+        await asyncio.sleep(700)
+        task.cancel()
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(story())
+    assert written == [(600, b"card")]
+    assert "no room for that" in caplog.messages[0]
