@@ -51,7 +51,7 @@ class GuestKeeper:
         self._observe_from_s = 0.0
         self._asked: OwnerPause | None = None
         self._state = ""
-        self._trouble = ""
+        self._trouble = self._unseen = ""
 
     def __enter__(self) -> Self:
         return self
@@ -78,10 +78,18 @@ class GuestKeeper:
         self._month.count(self.limits.total_bytes, f"{local:%Y-%m}", now_s)
         if self.terms.power is not Power.always and now_s >= self._observe_from_s:
             self._observe_from_s = now_s + _OBSERVE_EVERY_S
-            self._owner.observe(self._observer.observe(), now_s)
+            self._observe(now_s)
         month = self._month
         moved_bytes = month.of_run_bytes if self.terms.monthly_of_run else month.of_machine_bytes
         return pause_of(self.terms, local, moved_bytes, self._owner, self._asked)
+
+    def _observe(self, now_s: float) -> None:
+        try:
+            self._owner.observe(self._observer.observe(), now_s)
+        except (psutil.Error, OSError, RuntimeError, ValueError) as error:  # what was seen before stands
+            if str(error) != self._unseen:
+                self._unseen = str(error)
+                log.warning("whether the machine is on battery or in use cannot be seen: %s", error)
 
     def show(self, state: str) -> None:
         """Say what this peer does, for `shoal terms` and `shoal pause`."""
@@ -147,7 +155,12 @@ class KeeperThread:
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
-            found = self._keeper.look()
+            try:
+                found = self._keeper.look()
+            except Exception:  # nothing runs here on terms that nobody looks after
+                if self.pause is None:
+                    log.exception("the owner's terms cannot be looked after")
+                found = Pause("its owner's terms cannot be looked after", "they can be again")
             if found is not None and self.pause is None:
                 self.pause = found
                 self._keeper.show(f"leaving the run, paused {found.words}: {found.reason}")

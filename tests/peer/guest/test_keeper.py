@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from shoal.peer.guest import keeper as keeping
 from shoal.peer.guest.control_files import find_peers, read_pause, read_presence, show_presence, write_pause
-from shoal.peer.guest.gate import OwnerPause
-from shoal.peer.guest.keeper import GuestKeeper
+from shoal.peer.guest.gate import OwnerPause, Pause
+from shoal.peer.guest.keeper import GuestKeeper, KeeperThread
+from shoal.peer.guest.machine import MachineObserver
 from shoal.peer.guest.month import SAVE_EVERY_S, TRAFFIC_FILE, MonthlyTraffic
 from shoal.swarm.errors import StateFileError, StorageError, TermsError
 
@@ -153,3 +156,36 @@ def test_a_nice_peer_gives_way_to_all_other_programs() -> None:
     code = "import os; from shoal.peer.guest.keeper import give_way; give_way(); give_way(); print(os.nice(0))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "19"
+
+
+def test_a_machine_that_cannot_be_observed_keeps_to_its_other_terms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(observer: MachineObserver) -> None:
+        raise OSError("no such sensor")
+
+    monkeypatch.setattr(MachineObserver, "observe", fail)
+    one = keeper(tmp_path, power="idle", monthly_data="1M")
+    assert one.look() is None
+    assert "no such sensor" in caplog.text
+    one.limits.upload.count_data(1_000_000)
+    found = one.look()
+    assert found is not None
+    assert "month" in found.reason
+
+
+def test_nothing_goes_on_under_terms_that_nobody_looks_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "LOOK_EVERY_S", 0.0)
+    one, told, is_told = keeper(tmp_path), list[Pause](), threading.Event()
+
+    def fail() -> None:
+        raise AssertionError("a fault, for the test")
+
+    def note(pause: Pause) -> None:
+        told.append(pause)
+        is_told.set()
+
+    monkeypatch.setattr(one, "look", fail)
+    with KeeperThread(one, note) as thread:
+        assert is_told.wait(10)
+    assert told == [thread.pause]
