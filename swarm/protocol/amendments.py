@@ -43,7 +43,7 @@ def amended(run: RunFile, changes: Changes) -> RunFile:
     """Return the run file with other settings, and the hash of the original.
 
     Raises ``RunChanged`` for changes that no host may make, whoever has signed them."""
-    return _amended(_ByHash(run), changes) if changes else run
+    return _amended(_ById(run), changes) if changes else run
 
 
 def check_changes(run: RunFile, changes: Changes) -> RunFile:
@@ -77,22 +77,22 @@ def asks_for_more(before: RunFile, now: RunFile) -> list[str]:
     return found
 
 
-class _ByHash:
-    """Run file as the key of a cache."""
+class _ById:
+    """Run file as the key of a cache: the object itself, which never changes. Its hash is that of the run also after
+    amendments, and takes long for how often a coordinator asks."""
 
     def __init__(self, run: RunFile) -> None:
         self.run = run
-        self._hash = run.hash
 
     def __hash__(self) -> int:
-        return hash(self._hash)
+        return id(self.run)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByHash) and other._hash == self._hash
+        return isinstance(other, _ById) and other.run is self.run
 
 
 @lru_cache(maxsize=64)
-def _amended(original: _ByHash, changes: Changes) -> RunFile:
+def _amended(original: _ById, changes: Changes) -> RunFile:
     try:
         return check_changes(original.run, changes)
     except RunFileError as error:

@@ -108,3 +108,18 @@ def test_only_a_longer_run_asks_again(changes: tuple[tuple[str, str], ...], long
 def test_a_run_without_an_end_that_it_had_asks_again() -> None:
     run = parse_run_file('[run]\nname = "reef"\nrounds = 5\n[recipe]\nname = "gpt"\n[round]\ntokens = 100\n')
     assert asks_for_more(run, amended(run, (("run.rounds", "null"),))) == ["run.rounds"]
+
+
+def test_amended_run_files_of_one_run_are_not_taken_for_each_other() -> None:
+    """They all have the run's hash."""
+    slow = amended(RUN, (("outer.lr", "0.25"),))
+    assert amended(slow, (("round.tokens", "70"),)).outer.lr == 0.25
+    assert amended(RUN, (("round.tokens", "70"),)).outer.lr == 0.7
+
+
+def test_the_run_file_of_a_round_is_found_without_hashing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator asks for it many times for each member."""
+    changes = (("outer.lr", "0.125"),)
+    found = amended(RUN, changes)
+    monkeypatch.setattr(RunFile, "hash", property(lambda _: pytest.fail("hashed again")))
+    assert amended(RUN, changes) is found
