@@ -167,6 +167,8 @@ async def host(
     ``on_event``: called with every decision that people want to read, once it is journaled."""
     if options.backup is not None and options.backup.resolve() == options.state.resolve():
         raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
+    if len(run_paths) > 1 and options.publish.endswith(".json"):
+        raise UserError(f"--publish {options.publish}: is one file, and each run has a card of its own: name a folder")
     runs = [await _prepared(path, options) for path in run_paths]
     names = tuple(one.name for one in runs)
     if len(set(names)) < len(names):

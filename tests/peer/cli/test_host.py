@@ -87,3 +87,16 @@ def test_a_backup_in_the_same_place_is_none(state: Path, tmp_path: Path) -> None
     with pytest.raises(UserError, match="another disk"):
         asyncio.run(host([run], options, lambda _: None, lambda _: None))
     assert not state.exists()
+
+
+def test_several_runs_do_not_share_the_file_of_a_card(state: Path, tmp_path: Path) -> None:
+    runs = [tmp_path / "reef.toml", tmp_path / "kelp.toml"]
+    for one in runs:
+        one.write_text(f'[run]\nname = "{one.stem}"\n[recipe]\nname = "own"\n[round]\ntokens = 1\n')
+    options = HostOptions(None, state.parent, publish=str(tmp_path / "card.json"))
+
+    def started(hosting: Hosting) -> None:
+        raise AssertionError("it has begun")
+
+    with pytest.raises(UserError, match="name a folder"):
+        asyncio.run(host(runs, options, started, lambda _: None))
