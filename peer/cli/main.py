@@ -539,8 +539,10 @@ def main() -> None:
     try:
         app(prog_name="shoal")
     except ShoalError as error:
+        from shoal.peer.terminal.events import printable_lines
+
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        errors.print(printable_lines(str(error)), markup=False, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(STOPPED_AT_ONCE)

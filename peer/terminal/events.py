@@ -268,6 +268,11 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "·" for character in text)
 
 
+def printable_lines(text: str) -> str:
+    """As ``printable``, with line breaks kept: messages of errors may quote what other machines have said."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
 def clock(moment: float | None) -> str:
     """Format the local time of day, ``HH:MM:SS``."""
     return time.strftime("%H:%M:%S", time.localtime(moment))

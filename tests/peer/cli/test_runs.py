@@ -8,6 +8,7 @@ from rich.console import Console
 from tests.peer.directory.cards import NOW_S, make_card, run_file
 from typer.testing import CliRunner
 
+from shoal.peer.cli import main as command
 from shoal.peer.cli.main import app
 from shoal.peer.cli.runs import named_invite, run_table
 from shoal.peer.directory.listing import ListedRun
@@ -71,3 +72,17 @@ def test_a_name_becomes_the_invite_of_an_open_run(tmp_path: Path, monkeypatch: p
 def test_names_that_cannot_be_joined(tmp_path: Path, made: dict[str, str], words: str) -> None:
     with pytest.raises(DirectoryError, match=words):
         named_invite("reef", [put(tmp_path, **made)])
+
+
+def test_what_a_directory_says_moves_no_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reasons quote strangers' files; they end the command as its error."""
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps({"format": 1, "\x1b]0;evil\x07": 1}))
+    monkeypatch.setattr("sys.argv", ["shoal", "directory", "list", str(path)])
+    with pytest.raises(SystemExit):
+        command.main()
+    told = capsys.readouterr().err
+    assert "evil" in told
+    assert "\x1b]" not in told
