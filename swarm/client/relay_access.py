@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted, TryLater, Unreachable
+from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted, Unreachable
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerDial,
     CoordinatorToPeerRelays,
@@ -156,7 +156,7 @@ class RelayAccess:
             await client.show_addresses()
         except FINAL_ERRORS:
             raise
-        except (NotAdmitted, TryLater) as error:
+        except LinkError as error:  # the coordinator is away, or refuses
             client.relays = ()  # the next look tries again
             log.debug("the coordinator did not take over the relays: %s", error)
         else:

@@ -33,6 +33,7 @@ _PUNCHES, _PUNCH_S, _PUNCH_PAUSE_S = 4, 2.0, 0.15
 (arXiv 2510.27500); here the later ones make up for a late start of the other side."""
 
 _LEAST_PORT = 1024
+_ACCEPT_PAUSE_S = 0.1
 
 TakeData = Callable[[sockets.socket, str, PathKind], None]
 """Takes over a data connection that another member has opened, with the address that it comes from."""
@@ -58,9 +59,13 @@ class Forwarder:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        with suppress(asyncio.CancelledError):
-            while True:
+        while True:
+            try:
                 local, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # no descriptor is left: that must not end the node
+                log.warning("cannot accept a connection of this process: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+            else:
                 await self._forward(local)
 
     async def _forward(self, local: sockets.socket) -> None:

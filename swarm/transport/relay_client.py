@@ -27,7 +27,7 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.paths import Plane, RelayPass, introduction_bytes, proof_bytes
 from shoal.swarm.protocol.types import Address, Certificate, Message
 from shoal.swarm.transport.relay_framing import receive, send
-from shoal.swarm.transport.relay_server import REQUEST_S, SILENT_S, token_proof
+from shoal.swarm.transport.relay_server import MAX_TICKETS_PER_CLIENT, REQUEST_S, SILENT_S, token_proof
 from shoal.swarm.transport.sockets import connect, shortest_round_trip_s, tune_relayed
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ CALL_S = 8.0
 
 _PING_S = SILENT_S / 3
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 15.0
-_MAX_ACCEPTING = 64
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ class Registration:
                     said = introduction_bytes(me, caller.ticket, caller.host, caller.port)
                     if not verify_signature(relay_key, caller.signature, said):
                         raise WireError("the relay has not signed for a caller")
-                    if self._accepting < _MAX_ACCEPTING:
+                    if self._accepting < MAX_TICKETS_PER_CLIENT:
                         self._accepting += 1
                         tasks.create_task(self._accept(caller))
                 case other:

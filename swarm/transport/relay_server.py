@@ -50,7 +50,10 @@ SILENT_S = 45.0
 
 _SEND_S = 5.0
 _MAX_STRANGERS = 512
-_MAX_TICKETS, _MAX_TICKETS_PER_CLIENT = 2048, 256
+_MAX_TICKETS = 2048
+MAX_TICKETS_PER_CLIENT = 256
+"""Callers that may wait for one client at once: a full group may call an owner in the same moment."""
+
 _REPORT_S, _SWEEP_S = 60.0, 5.0
 _KNOWN_HOST_S = 3600.0
 """For so long after its last registration members of a host's runs are admitted: the host may be about to return."""
@@ -351,7 +354,7 @@ class RelayServer:
         )
         self._splices.add(splice)
         try:
-            await splice.ended
+            await asyncio.wait([splice.ended])
         finally:
             splice.close()
             self._splices.discard(splice)
@@ -361,7 +364,7 @@ class RelayServer:
     ) -> tuple[sockets.socket, tuple[str, int]]:
         """Have the called client dial back. Raises ``Unreachable``, ``TryLater``."""
         waiting = sum(call.target == target.curve_key for call in self._calls.values())
-        if len(self._calls) >= _MAX_TICKETS or waiting >= _MAX_TICKETS_PER_CLIENT:
+        if len(self._calls) >= _MAX_TICKETS or waiting >= MAX_TICKETS_PER_CLIENT:
             raise TryLater("too many connections are being made: try again")
         ticket = secrets.token_bytes(16)
         call = _Call(target.curve_key, asyncio.get_running_loop().create_future())
@@ -377,14 +380,20 @@ class RelayServer:
         )
         try:
             await target.tell(introduction)
-            async with asyncio.timeout(REQUEST_S):
-                return await call.accepted
-        except (LinkError, TimeoutError) as error:
+            # Unlike ``timeout``, this loses no connection that is accepted in the same moment.
+            await asyncio.wait([call.accepted], timeout=REQUEST_S)
+        except LinkError:
             _end(target.socket)
-            raise Unreachable("the client did not answer the relay") from error
+            raise
+        except BaseException:
+            if call.accepted.done():
+                call.accepted.result()[0].close()
+            raise
         finally:
             self._calls.pop(ticket, None)
-            call.accepted.cancel()
+        if not call.accepted.done():  # it stays registered: callers may make more calls than a client can answer
+            raise Unreachable("the client did not answer the relay")
+        return call.accepted.result()
 
     async def _announce(
         self, first: tuple[sockets.socket, tuple[str, int]], second: tuple[sockets.socket, tuple[str, int]]

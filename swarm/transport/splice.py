@@ -25,6 +25,10 @@ _FEW_BYTES, _REST_S = 2**17, 0.001
 """A direction that has just passed on fewer bytes, less than so long after the last ones, rests for that time: one call
 then moves more. A relay takes a quarter less processor time so."""
 
+_HALF_OPEN_S = 10.0
+"""Once one end has sent its last byte, the other has so long to do the same. Both planes close connections as a whole:
+a stranger whose connection was ended must not go on holding a relay's by not closing its own end."""
+
 Meter = Callable[[int, int], float]
 """``meter(direction, size_bytes)``: called with what was passed on, returns for how long to pause that direction.
 Direction 0 is from the first connection to the second."""
@@ -86,7 +90,12 @@ class _Buffers:
         self._idle: list[_Buffer | _CopyingBuffer] = []
 
     def take(self) -> _Buffer | _CopyingBuffer:
-        return self._idle.pop() if self._idle else (_Buffer() if hasattr(os, "splice") else _CopyingBuffer())
+        if self._idle:
+            return self._idle.pop()
+        if hasattr(os, "splice"):
+            with suppress(OSError):  # no descriptor is left for a pipe
+                return _Buffer()
+        return _CopyingBuffer()
 
     def give_back(self, buffer: _Buffer | _CopyingBuffer) -> None:
         if buffer.held or len(self._idle) >= _MAX_IDLE_PIPES:
@@ -99,7 +108,7 @@ _buffers = _Buffers()
 
 
 class Splice:
-    """Two connected, non-blocking sockets whose bytes are passed on until both ends, or one of them fails.
+    """Two connected, non-blocking sockets whose bytes are passed on until both end, or one of them fails.
 
     ``await ended`` waits for that; both sockets are closed then. Use on the event loop alone."""
 
@@ -197,11 +206,12 @@ class Splice:
             self._listen(direction)
 
     def _end(self, direction: int) -> None:
-        """One end sends no more: tell the other one, and close when both have said so."""
+        """One end sends no more: tell the other one, and close when both have said so, or after a while."""
         self._open -= 1
         if not self._open:
             self.close()
             return
+        self._pauses[direction] = self._loop.call_later(_HALF_OPEN_S, self.close)
         try:
             self._sockets[1 - direction].shutdown(sockets.SHUT_WR)
         except OSError:

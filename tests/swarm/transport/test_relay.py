@@ -1,6 +1,9 @@
 """A relay between nodes that cannot dial each other: in one process, over real sockets on loopback."""
 
 import asyncio
+import errno
+import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -12,10 +15,13 @@ from shoal.swarm.errors import TryLater, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.paths import make_pass
 from shoal.swarm.protocol.types import Address, Blob
+from shoal.swarm.transport import relay_server, splice
+from shoal.swarm.transport.paths import Forwarder
 from shoal.swarm.transport.relay_books import RelayBooks, RelayLimits
-from shoal.swarm.transport.relay_client import Registration, RelayCredentials, call
+from shoal.swarm.transport.relay_client import Registration, RelayCredentials, RelayedSocket, call
 from shoal.swarm.transport.relay_server import HostPolicy, RelayServer
 from shoal.swarm.transport.sockets import listen
+from shoal.swarm.transport.splice import Splice
 
 RUN = b"r" * 32
 STATE = Blob(kind="state", number=1)
@@ -233,6 +239,114 @@ async def test_a_relay_with_another_key_is_not_believed() -> None:
         wrong = relay.address.model_copy(update={"relay_key": bytes(32)})
         with pytest.raises(Unreachable, match="another key"):
             await call(wrong, b.keys.public, "data", credentials(host, a))
+
+
+@run
+async def test_a_call_that_is_not_answered_costs_no_registration() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay_server, "REQUEST_S", 0.3)
+        async with walled() as (relay, host, (a, b)):
+            mine = credentials(host, b)
+            registration, _ = b.node.relays.register(relay.address, lambda: mine, lambda: None)
+            await until(lambda: registration.is_registered)
+            client = relay.server._clients[b.keys.public][host.public_key]
+            registration._accepting = 10_000  # as many as it takes are being made
+            with pytest.raises(Unreachable, match="did not answer the relay"):
+                await call(relay.address, b.keys.public, "data", credentials(host, a))
+            assert relay.server._clients[b.keys.public][host.public_key] is client
+            registration._accepting = 0
+            patch.setattr(relay_server, "REQUEST_S", LONG_S)
+            (await call(relay.address, b.keys.public, "data", credentials(host, a))).socket.close()
+
+
+@run
+async def test_a_connection_that_is_accepted_as_its_call_ends_is_closed() -> None:
+    host, keys = Identity.generate(), CurveKeys.fresh()
+    server = RelayServer(Identity.generate(), HostPolicy(), RelayBooks(RelayLimits()))
+    ends, accepted = socket.socketpair(), socket.socketpair()
+    for one in ends:
+        one.setblocking(False)
+    client = relay_server._Client(ends[0], HOST, keys.public, host.public_key, host.public_key, None)
+    ask = relay_server.ClientToRelayConnect(target=keys.public, plane="control")
+    calling = asyncio.create_task(server._call((HOST, 5000), client, bytes(32), ask))
+    await until(lambda: bool(server._calls) and bool(ends[1].recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert server._accept(next(iter(server._calls)), accepted[0], (HOST, 5001))
+    calling.cancel()
+    await asyncio.wait([calling])
+    assert calling.cancelled()
+    assert accepted[0].fileno() == -1
+    assert not server._calls
+    for one in (*ends, accepted[1]):
+        one.close()
+
+
+def pairs() -> tuple[socket.socket, socket.socket, socket.socket, socket.socket]:
+    """Two connections, each with the caller's end first."""
+    both = *socket.socketpair(), *socket.socketpair()
+    for one in both:
+        one.setblocking(False)
+    return both
+
+
+@run
+async def test_one_end_alone_does_not_keep_a_spliced_connection_open() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splice, "_HALF_OPEN_S", 0.05)
+        caller, first, second, called = pairs()
+        spliced = Splice(first, second)
+        called.send(b"last")
+        called.close()
+        async with asyncio.timeout(LONG_S):
+            await spliced.ended
+        assert caller.recv(10) == b"last"
+        assert first.fileno() == second.fileno() == -1
+        caller.close()
+
+
+@run
+async def test_bytes_are_passed_on_where_no_pipe_can_be_opened() -> None:
+    def pipe2(flags: int) -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pipe2", pipe2)
+        patch.setattr(splice, "_buffers", splice._Buffers())
+        caller, first, second, called = pairs()
+        spliced = Splice(first, second)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(LONG_S):
+            await loop.sock_sendall(caller, b"x" * 1000)
+            assert await loop.sock_recv(called, 1000) == b"x" * 1000
+        spliced.close()
+        caller.close()
+        called.close()
+
+
+@run
+async def test_a_forwarder_without_a_descriptor_goes_on_later() -> None:
+    dialed = asyncio.Event()
+
+    async def dial() -> RelayedSocket:
+        dialed.set()
+        raise Unreachable("enough is known")
+
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, [OSError(errno.EMFILE, "too many open files")]
+
+    async def sock_accept(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return await accept(listener)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "sock_accept", sock_accept)
+        async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
+            forwarder = Forwarder(dial, tasks)
+            with socket.create_connection((HOST, forwarder.port)):
+                await dialed.wait()
+            forwarder.close()
 
 
 def test_who_sends_too_much_pauses() -> None:
