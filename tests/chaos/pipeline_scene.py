@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from tests.chaos import small_model
 from tests.chaos.small_model import SmallRecipe
+from tests.fakes.hosts import serve
 from tests.fakes.memory_coordinator import identity
 from tests.fakes.memory_network import Step
 from tests.fakes.memory_nodes import HOST, MemoryNodes
@@ -250,13 +251,13 @@ async def staged(folder: Path) -> AsyncIterator[Scene]:
         host, over = identity(1000), asyncio.Event()
         started: asyncio.Future[CoordinatorService] = asyncio.get_running_loop().create_future()
 
-        async def serve() -> None:
+        async def hosted() -> None:
             async with serve(TOML, run, host, (HOST, 0), journal, epoch) as serving:
                 serving.observe(scene.events.append)
                 started.set_result(serving)
                 await serving.wait(over)
 
-        hosting = asyncio.create_task(serve(), context=context_of(HOST_PROCESS))
+        hosting = asyncio.create_task(hosted(), context=context_of(HOST_PROCESS))
         await asyncio.wait([hosting, started], return_when=asyncio.FIRST_COMPLETED)
         if hosting.done():
             hosting.result()

@@ -8,6 +8,8 @@ from tests.chaos.scene import play, staged
 from tests.chaos.test_one_fault import POSSIBLE
 from tests.fakes.processes import run_processes
 
+from shoal.swarm.protocol.types import Blob
+
 PAIRS = {"group": 60, "grid": 20}
 """By topology: a grid has had every single fault, too, and takes longer."""
 
@@ -92,15 +94,19 @@ def test_values_that_nobody_claimed_go_into_no_mean(role: str, topology: str, mo
     assert play([attack], topology, void_parts=0) == [attack]
 
 
-def test_what_two_have_is_adopted_and_what_one_has_is_made_anew() -> None:
-    """The dead owner's own work is in what two agree on; one alone might have made it up."""
+def test_what_two_have_of_a_dead_owner_is_adopted_and_what_one_has_is_made_anew() -> None:
+    """The dead owner's own work is in what two agree on, and in what its stand-in has from it; another one alone might
+    have made it up."""
 
     async def main() -> None:
         async with staged([Attack("owner", "SIGKILL", "some have the result")], "group") as scene:
             await scene.settle()
-            part = slice(0, scene.planned.parts[0].stop)
-            with_owner = scene.lives[0].ledger.rounds[ATTACKED].has(scene.named("owner"))[part]
-            assert bool(with_owner[0])
-            assert not bool(with_owner[-1])
+            part, size = scene.planned.parts[0], scene.planned.chunk_elements
+            owner, stand_in = scene.named("owner"), scene.named("stand-in")
+            with_owner = scene.life(stand_in).ledger.rounds[ATTACKED].has(owner)
+            for chunk, first in enumerate(range(0, part.stop, size)):
+                sent = [one for one in scene.run.network.log if one.blob == Blob(kind="result", number=ATTACKED)]
+                has = {one.to for one in sent if one.holder == owner and one.chunk == chunk}
+                assert bool(with_owner[first]) == (len(has) > 1 or stand_in in has), chunk
 
     run_processes(main())

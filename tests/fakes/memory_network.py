@@ -118,6 +118,9 @@ class MemoryEndpoint:
     def leave(self, scope: int) -> None:
         self.blobs = {blob: source for blob, source in self.blobs.items() if blob.scope != scope}
 
+    def path_reports(self) -> tuple[()]:
+        return ()
+
     def retract(self, blob: Blob) -> None:
         self.blobs.pop(blob, None)
 

@@ -50,7 +50,12 @@ class MemoryNodes:
 
     @asynccontextmanager
     async def opener(
-        self, keys: CurveKeys, host: str, ports: tuple[int, int | None], admit: Admit
+        self,
+        keys: CurveKeys,
+        host: str,
+        ports: tuple[int, int | None],
+        admit: Admit,
+        limits: TrafficLimits | None = None,
     ) -> AsyncIterator["MemoryNode"]:
         port = next(self._ports)
         async with asyncio.TaskGroup() as tasks:

@@ -4,16 +4,18 @@ import types
 import typing
 from typing import Any
 
-from annotated_types import Ge, Le, Lt, MaxLen, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
+from shoal.swarm.coordinator.events import MemberMoved
 from shoal.swarm.protocol.messages import (
     MESSAGES,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorShowAddresses,
     PeerToCoordinatorShowCapability,
+    PeerToCoordinatorTryAddress,
 )
 from shoal.swarm.protocol.rounds import RoundPlan, Verdict
 from shoal.swarm.protocol.types import Message, PipelineView, RosterEntry
@@ -34,10 +36,11 @@ def values(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy
     limits = _flat(metadata)
     low: Any = next((m.ge for m in limits if isinstance(m, Ge)), None)
     high: Any = next((m.le for m in limits if isinstance(m, Le)), None)
+    above: Any = next((m.gt for m in limits if isinstance(m, Gt)), None)
     below: Any = next((m.lt for m in limits if isinstance(m, Lt)), None)
     high = high if below is None else below - 1
     least = next((m.min_length for m in limits if isinstance(m, MinLen)), 0)
-    most = next((m.max_length for m in limits if isinstance(m, MaxLen)), None)
+    most = min((m.max_length for m in limits if isinstance(m, MaxLen)), default=None)
     for constraint in limits:
         if isinstance(constraint, StringConstraints):
             return st.from_regex(str(constraint.pattern), fullmatch=True).filter(lambda s: s.isascii())
@@ -48,15 +51,16 @@ def values(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy
     if origin is tuple and arguments[-1] is not Ellipsis:
         return st.tuples(*map(values, arguments))
     if origin is tuple:
-        return st.lists(values(arguments[0]), min_size=least, max_size=max(least, 2)).map(tuple)
+        return st.lists(values(arguments[0]), min_size=least, max_size=min(most or 2, max(least, 2))).map(tuple)
     if annotation is type(None):
         return st.none()
     if annotation is bool:
         return st.booleans()
     if annotation is int:
-        return st.integers(low, high)
+        return st.integers(low if above is None else above + 1, high)
     if annotation is float:
-        return st.floats(low, high, allow_nan=False, allow_infinity=False)
+        least_value = low if above is None else above
+        return st.floats(least_value, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False)
     if annotation is str:
         return st.text(st.characters(exclude_categories=["Cs"]), min_size=least, max_size=min(most or 20, 20))
     if annotation is bytes:
@@ -152,6 +156,8 @@ _FITTING = {
     PeerToCoordinatorShowCapability: _measured,
     PeerToCoordinatorJoinRun: _with_ports,
     PeerToCoordinatorShowAddresses: _with_ports,
+    PeerToCoordinatorTryAddress: _with_hosts,
+    MemberMoved: _with_hosts,
     RosterEntry: _with_hosts,
 }
 

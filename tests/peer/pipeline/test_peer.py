@@ -91,7 +91,10 @@ class Side:
         self.peer._members = SimpleNamespace(run=self.run, stages={})
         self.peer._network = FakeNetwork()
         self.peer._connection = SimpleNamespace(
-            peer="me", emit=lambda event, **_: None, options=SimpleNamespace(limits=TrafficLimits())
+            peer="me",
+            emit=lambda event, **_: None,
+            options=SimpleNamespace(limits=TrafficLimits()),
+            look_at_amendments=lambda: None,
         )
         self.peer._stopping, self.peer._device = False, torch.device("cpu")
         self.peer._memory, self.peer._limits = MemoryBytes(1000, None), MemoryLimits()

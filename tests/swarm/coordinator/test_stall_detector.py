@@ -166,8 +166,7 @@ def test_nobody_is_blamed_while_nobody_has_what_the_run_starts_from() -> None:
     tensors = {"w": StartTensor(shape=(1,), sha256="0" * 64)}
     start = StartSection(run="earlier", round=3, state="0" * 64, tensors=tensors)
     started = world.run.model_copy(update={"start": start})
-    for machine in (world.machine, *world.machine.scopes):
-        machine.run = started
+    world.machine.settings.run = started
     for peer in world.peers[:STAGES]:
         stage = world.machine.spans[peer.name][0]
         world.machine.join_stage(stage, entry(peer.number, peer.key), CPU, world.now_s)

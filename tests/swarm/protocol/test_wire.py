@@ -97,10 +97,10 @@ def test_mutated_bytes(message: Message, data: st.DataObject) -> None:
 @given(messages, PLAIN, st.data())
 def test_replaced_values(message: Message, value: Any, data: st.DataObject) -> None:
     envelope: list[Any] = [PROTOCOL_VERSION, 0, 1, 0, "", type(message).__name__, message.model_dump()]
-    if envelope[5] and data.draw(st.booleans()):
-        envelope[5][data.draw(st.sampled_from(sorted(envelope[5])))] = value
+    if envelope[6] and data.draw(st.booleans()):
+        envelope[6][data.draw(st.sampled_from(sorted(envelope[6])))] = value
     else:
-        envelope[data.draw(st.integers(0, 5))] = value
+        envelope[data.draw(st.integers(0, 6))] = value
     only_refuses(msgpack.packb(envelope))
 
 

@@ -144,7 +144,7 @@ async def test_errors_travel_and_leave_the_node_alive(
         async def handler(channel: control.Channel, message: Message) -> Message:
             raise raised
 
-        a_handler = b.node.control._handlers[0, PeerToPeerPing]
+        a_handler = b.node.control._handlers["", 0, PeerToPeerPing]
         b.node.control.handle(PeerToPeerPing, handler)
         with pytest.raises(LinkError) as caught:
             await ping(a, b)
@@ -219,7 +219,7 @@ async def test_deadline_and_late_replies() -> None:
             await release.wait()
             return PeerToPeerPong()
 
-        honest = b.node.control._handlers[0, PeerToPeerPing]
+        honest = b.node.control._handlers["", 0, PeerToPeerPing]
         b.node.control.handle(PeerToPeerPing, handler)
         channel = dial(a, b)
         await channel.connected(LONG_S)
