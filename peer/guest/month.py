@@ -50,7 +50,10 @@ class MonthlyTraffic:
         if self._saved_s is None or now_s >= self._saved_s + SAVE_EVERY_S:
             self._saved_s = now_s
             self.save()
-            self._others_bytes = sum(self._of_other(path) for path in self._state.glob(f"*/*/{TRAFFIC_FILE}"))
+            try:
+                self._others_bytes = sum(self._of_other(path) for path in self._state.glob(f"*/*/{TRAFFIC_FILE}"))
+            except OSError as error:
+                log.warning("%s: the traffic of this machine's other peers cannot be read: %s", self._state, error)
 
     @property
     def of_run_bytes(self) -> int:

@@ -1,9 +1,11 @@
 """The keeper's files: terms that change, pauses, and the month's counter."""
 
+import errno
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -189,3 +191,15 @@ def test_nothing_goes_on_under_terms_that_nobody_looks_after(tmp_path: Path, mon
     with KeeperThread(one, note) as thread:
         assert is_told.wait(10)
     assert told == [thread.pause]
+
+
+def test_a_machine_without_descriptors_still_counts_its_traffic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_descriptors(self: Path, pattern: str) -> Iterator[Path]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    traffic = MonthlyTraffic(tmp_path / "run" / "peer", tmp_path)
+    monkeypatch.setattr(Path, "glob", out_of_descriptors)
+    traffic.count(1000, "2026-11", 0.0)
+    assert traffic.of_machine_bytes == 1000
