@@ -22,7 +22,7 @@ help:
 	@echo 'make test      run the tests                                             PYTEST_ARGS=…'
 	@echo 'make test-all  run the cases that `make test` leaves out                 PYTEST_ARGS=…'
 	@echo 'make soak      twelve peers that are killed and started for ten minutes  SOAK_ARGS=…'
-	@echo 'make chaos     faults at every step, of a pipeline and of members, 40 minutes     CHAOS_ARGS=…'
+	@echo 'make chaos     all further cases: faults at every step, long attacks, NATs; hours  CHAOS_ARGS=…'
 	@echo 'make check     lint, format check and types, of benchmarks and examples too'
 	@echo 'make docs      make the generated pages of docs/: run-file.md, events.md, the tree'
 	@echo 'make bench     run the benchmarks, results in benchmarks/results/        BENCHMARKS=… BENCH_ARGS=…'

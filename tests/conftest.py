@@ -1,8 +1,8 @@
 """Settings of every test process: one thread, and property tests that no slow machine can fail.
 
 Tests are divided here, too. Of those that start real processes ``make test`` runs one case of each capability and of
-each kind of attack, and ``make test-all`` all others; of the fault matrices in memory ``make test`` runs a part of
-each, and ``make chaos`` all others.
+each kind of attack, and ``make test-all`` each other attack and fault; of the fault matrices in memory ``make test``
+runs a part of each. ``make chaos`` runs all others: further cases, what shows again what others show, and the longest.
 """
 
 import os
@@ -77,6 +77,17 @@ REPEATED = {
 """By module the tests of ``tests/integration`` that show again what others show."""
 
 
+LONGEST = {
+    "test_amendments",
+    "test_behind_nat",
+    "test_identities",
+    "test_partition",
+    "test_relay_behind_nats",
+    "test_several_runs",
+}
+"""Modules of tests with real processes that take minutes each."""
+
+
 def is_slow(item: pytest.Item) -> bool:
     """Whether that test, with real processes, is for ``make test-all``."""
     module, name = item.path.stem, getattr(item, "originalname", item.name)
@@ -97,7 +108,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases[case] += 1
         if item.get_closest_marker("integration") is not None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-            if number or is_slow(item):
+            if is_slow(item):
                 item.add_marker("slow")
+            if number or case[1] in REPEATED.get(item.path.stem, ()) or item.path.stem in LONGEST:
+                item.add_marker("slow")
+                item.add_marker("matrix")
         if CHAOS in item.path.parts and number % MATRICES.get(item.path.stem, 1):
             item.add_marker("matrix")
