@@ -208,7 +208,7 @@ def commitment_cpu(elements: int, turns: int) -> float:
 
 
 def costs(options: Any) -> dict[str, float | None]:
-    """What the means against attacks cost, as shares or beside the same without them."""
+    """Measure what the defences cost, as shares of a round or relative to a round without them."""
     for thread in loader.compile_ahead(CodecMap(named_format_map("int8")).kernels):
         thread.join()
     ratios: dict[str, float | None] = {"audit_cpu_share": audit_cost(0.02, PEERS, 10**7)}

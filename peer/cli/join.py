@@ -58,7 +58,7 @@ class Work:
 
 
 class Ending(Enum):
-    """How a membership ended, where it was no error."""
+    """Ways in which a membership ends without an error."""
 
     RUN_ENDED = "the run ended"
     STOPPED = "a signal asked this peer to stop"

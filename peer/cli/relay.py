@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from shoal.swarm.aio import task_scope
 from shoal.swarm.errors import Unreachable, UserError
 from shoal.swarm.protocol.identity import Identity, key_text
 from shoal.swarm.protocol.paths import SignedRelay, sign_relay
@@ -82,14 +83,10 @@ async def relay(options: RelayOptions, on_start: Callable[[RelayUrl], None], *, 
         loop.add_reader(sys.stdin, stop.set)
     host = options.advertise or options.bind[0]
     on_start(RelayUrl(host, listener.getsockname()[1], identity.public_key, b"" if no_token else token))
-    serving = asyncio.create_task(server.serve(listener))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if serving.done():
-        serving.result()
-    serving.cancel()
-    await asyncio.wait([serving])
+    async with task_scope() as tasks:
+        serving = tasks.create_task(server.serve(listener))
+        await stop.wait()
+        serving.cancel()
     log.info("the relay ends: %s", server.describe())
 
 
@@ -104,7 +101,7 @@ class RelayBeside:
         self._starting: asyncio.Task[None] | None = None
 
     def url(self) -> RelayUrl | None:
-        """Where it listens; None while it is being started, as it is now if it does not run."""
+        """Return where it listens; None while it is being started, as it is now if it does not run."""
         if self._process is not None and self._process.returncode is None:
             return self._url
         if self._starting is None or self._starting.done():

@@ -37,7 +37,7 @@ _Short = Annotated[str, StringConstraints(max_length=64)]
 
 
 class Needs(Record):
-    """What a member needs at least; memory without activations, which depend on the batch and the device.
+    """Least requirements of a member; memory without activations, which depend on the batch and the device.
 
     ``device_bytes``, ``host_bytes``: of a GPU with a memory of its own, and of the machine beside it;
     ``shared_bytes``: of a machine that computes in its own memory; ``disk_bytes``: for checkpoints as kept by default;
@@ -150,7 +150,7 @@ def parse_card(data: bytes) -> SignedCard:
 
 @dataclass(frozen=True)
 class CardSource:
-    """What a card is made of that does not change while a host runs. ``shoal``, ``python``: versions here."""
+    """Constant part of a run's card, and the keys that sign it. ``shoal``, ``python``: versions here."""
 
     invite: Invite
     identity: Identity

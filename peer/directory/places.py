@@ -37,7 +37,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a file lies: a path, or a URL. ``listed_by``: the directory on another machine that says so, else None."""
+    """Location of a file: a path, or a URL. ``listed_by``: the directory on another machine that names it, if any."""
 
     where: str
     listed_by: Fetched | None = None

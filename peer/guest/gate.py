@@ -35,8 +35,9 @@ class Pause:
 
 @dataclass(frozen=True)
 class Observation:
-    """What is seen of the machine. ``on_battery``: None where it has none; ``input_s``: seconds since the last key
-    press, None where that is not known; ``other_load``: share of all processors that other programs take."""
+    """State of the machine, as far as it can be seen. ``on_battery``: None where it has none; ``input_s``: seconds
+    since the last key press, None where that is not known; ``other_load``: share of all processors that other programs
+    take."""
 
     on_battery: bool | None = None
     input_s: float | None = None

@@ -25,7 +25,7 @@ _NONE = "none"
 
 
 class Power(StrEnum):
-    """When a machine is lent: always; not on battery; or not on battery and not while somebody uses it."""
+    """Condition for lending a machine: always; not on battery; or not on battery and not while somebody uses it."""
 
     always = "always"
     battery = "battery"

@@ -73,7 +73,7 @@ class CheckSettings:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What both sides of a check need of the stages held here."""
+    """Stages held here, and their links, as both sides of a check use them."""
 
     members: Memberships
     span: StageSpan

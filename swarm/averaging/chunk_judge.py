@@ -49,7 +49,7 @@ _MOST_EXCESS = 1e9
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a judge knows of a run from its run file, the model's layout and the host's key.
+    """Facts of a run that a judgement depends on: from its run file, the model's layout and the host's key.
 
     ``stage``: the one whose model this is, None without stages. Stages of one size may have other codecs."""
 
@@ -67,7 +67,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged: a chunk of a mean, or with ``row`` that row's partial sum of it.
+    """Subject of a judgement: a chunk of a mean, or with ``row`` that row's partial sum of it.
 
     ``part``: its index in the plan; ``chunk``: index in the round; ``data``: header and packed values."""
 
@@ -94,8 +94,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Shown:
-    """What is shown of what a subject includes: by member chunks of contributions with their paths; by row partial
-    sums with their signatures."""
+    """Inputs of a subject, as its maker shows them: by member chunks of contributions with their paths; by row
+    partial sums with their signatures."""
 
     contributions: Mapping[int, memoryview]
     partial_sums: Mapping[int, memoryview] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What evidence shows. ``guilty``: ``maker`` signed another mean than that of what it says it includes;
+    """Result of judging evidence. ``guilty``: ``maker`` signed another mean than that of what it says it includes;
     ``innocent``: its mean is right; ``void``: nothing, as the evidence is incomplete or not signed as it should be.
     ``excess``: as in ``Fault``; above 1 it is beyond the bound."""
 
