@@ -67,7 +67,8 @@ class Process:
         if self.plan is None or not self.roles:
             return None
         for order in self.orders.open(self.plan.round):
-            if order.moment in moments and (order.role == COORDINATOR or self.plays(order.role)):
+            is_ours = order.role == COORDINATOR or (self.plays(order.role) and order.peer in ("", self.me))
+            if order.moment in moments and is_ours:
                 return order
         return None
 

@@ -19,13 +19,15 @@ COORDINATOR = "coordinator"
 @dataclass(frozen=True)
 class Order:
     """Whom it hits, what it is, at which step of a round; ``seconds``: until a process that goes on ends it itself;
-    ``first_round``: obeyed in no earlier one."""
+    ``first_round``: obeyed in no earlier one; ``peer``: only by this one, in the first such round in which it has the
+    role, as owners take turns; empty for whoever has it."""
 
     role: str
     fault: str
     moment: str
     seconds: float = 0.0
     first_round: int = 0
+    peer: str = ""
 
     def __str__(self) -> str:
         return f"{self.role}, {self.fault}, {self.moment}"

@@ -4,6 +4,8 @@ fault. ``fault_matrix.py`` has more of them. The same is done without processes,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.chaos.real.orders import Order
 from tests.chaos.real.stage import LONG_S, SHORT_S, Stage
@@ -56,7 +58,7 @@ def test_a_killed_owner_that_comes_back_within_the_round(stage: Stage) -> None:
     plan = stage.fill_roles()
     owner = stage.member(plan.members[plan.parts[0].owner].peer)
     spare = stage.spare_at_the_door(owner)
-    (done,) = stage.carry_out(OWNER_KILLED)
+    (done,) = stage.carry_out(replace(OWNER_KILLED, peer=owner.peer))
     assert owner.exit_code(ROUNDS_S) == KILLED
     assert done["peer"] == owner.events("joined")[0]["peer"]
     stage.let_in(spare, instead_of=owner)
