@@ -15,7 +15,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorGetRelays,
     PeerToCoordinatorRequestDial,
 )
-from shoal.swarm.protocol.paths import check_relay
+from shoal.swarm.protocol.paths import PASS_S, check_relay
 from shoal.swarm.protocol.types import Address, Message
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.relay_client import Registration, RelayCredentials, round_trip_s
@@ -43,6 +43,7 @@ class RelayAccess:
         self._credentials: RelayCredentials | None = None
         self._relays: tuple[Address, ...] = ()
         self._expires_s = 0.0
+        """On the monotonic clock: the host's clock, which the pass names, may differ from this machine's."""
         self._renewing = asyncio.Lock()
         self._asked_s: dict[str, float] = {}
         client.node.control.handle(CoordinatorToPeerDial, self._on_dial)
@@ -51,17 +52,17 @@ class RelayAccess:
         """What this member shows to relays. Raises ``LinkError``.
 
         The coordinator is asked only if there is no valid pass: it may be away."""
-        if time.time() > self._expires_s:
+        if time.monotonic() > self._expires_s:
             try:
                 async with asyncio.timeout(_FIRST_PASS_S), self._renewing:
-                    if time.time() > self._expires_s:
+                    if time.monotonic() > self._expires_s:
                         await self._renew()
             except TimeoutError as error:
                 raise Unreachable("the coordinator does not answer, and there is no pass for relays") from error
         return self._credentials
 
     async def _renew(self) -> None:
-        client = self._client
+        client, asked_s = self._client, time.monotonic()
         answer = await client.ask(PeerToCoordinatorGetRelays(), CoordinatorToPeerRelays)
         known = []
         for relay in answer.relays:
@@ -73,7 +74,7 @@ class RelayAccess:
                 known.append(relay.address)
         self._relays = tuple(known)
         self._credentials = RelayCredentials(client.identity, client.certificate, answer.relay_pass)
-        self._expires_s = answer.relay_pass.expires_s
+        self._expires_s = asked_s + PASS_S
 
     def _current(self) -> RelayCredentials:
         assert self._credentials is not None, "asked before registering"
@@ -128,7 +129,7 @@ class RelayAccess:
         A pass that was needed once is renewed in time."""
         client = self._client
         is_met = client.reachable or client.me.role == "observer"
-        if is_met and (self._credentials is None or time.time() < self._expires_s - _RENEW_S):
+        if is_met and (self._credentials is None or time.monotonic() < self._expires_s - _RENEW_S):
             return ()
         before = self._relays
         try:
