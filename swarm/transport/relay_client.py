@@ -162,6 +162,9 @@ class Registration:
                     self.relay,
                     self.trouble,
                 )
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # a task group drops that where one of its tasks has failed
+                raise asyncio.CancelledError
             if self.is_registered:
                 wait_s, self.is_registered = _FIRST_RETRY_S, False
             self._on_change()
