@@ -25,7 +25,7 @@ from shoal.compression.range_reader import TensorReader
 from shoal.compression.weighted_mean import EncodingLoss, WeightedMean
 from shoal.swarm.averaging.results import part_digest
 from shoal.swarm.coordinator.round_plan import chunk_elements
-from shoal.swarm.transport.frame_crypto import TAG_BYTES, SealedLink, preferred_cipher
+from shoal.swarm.transport.bulk.frame_crypto import TAG_BYTES, SealedLink, preferred_cipher
 
 _REPEATS = 3
 _FAST_BPS = 1e9

@@ -42,7 +42,7 @@ from shoal.swarm.protocol.statements import ContributionStatement, RoundName
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, SampleRange, TensorSpec
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
 from shoal.swarm.transport.node import Node
-from shoal.swarm.transport.sockets import tune
+from shoal.swarm.transport.tcp.sockets import tune
 
 TOKENS_PER_SAMPLE = 1024
 SAMPLES_PER_LEASE = 16

@@ -27,9 +27,9 @@ from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.types import Blob, Role
-from shoal.swarm.transport.link import ChunkSink
+from shoal.swarm.transport.bulk.link import ChunkSink
+from shoal.swarm.transport.bulk.source import ChunkSource
 from shoal.swarm.transport.node import Node
-from shoal.swarm.transport.source import ChunkSource
 
 _MOVED_EVERY = 10
 

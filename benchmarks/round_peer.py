@@ -39,7 +39,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RoundPlan, RunView
 from shoal.swarm.protocol.types import Blob, DeviceInfo, Message, SampleRange, TensorSpec
-from shoal.swarm.transport.link import ChunkSink
+from shoal.swarm.transport.bulk.link import ChunkSink
 from shoal.swarm.transport.node import Node
 
 _PROBE_STEP = 4099

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.event_schema import Event
-from shoal.swarm.transport.traffic_limits import TrafficLimits
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 
 if TYPE_CHECKING:
     from shoal.peer.checkpoints.remote.upload import CopyDestination

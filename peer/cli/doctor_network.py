@@ -31,7 +31,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.types import Address, DeviceInfo
 from shoal.swarm.transport.node import Node
-from shoal.swarm.transport.port_mapping import PortMapper
+from shoal.swarm.transport.paths.port_mapping import PortMapper
 
 _NOBODY = DeviceInfo(kind="none", name="doctor", memory_bytes=0)
 _CLOSE_S, _PROBE_S = 5.0, 5.0

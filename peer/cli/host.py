@@ -59,7 +59,7 @@ from shoal.swarm.protocol.run_file import RunFile, load_run_file, unused_inner_s
 from shoal.swarm.protocol.start_section import StartSection
 from shoal.swarm.protocol.types import MAX_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
-from shoal.swarm.transport.sockets import own_end
+from shoal.swarm.transport.tcp.sockets import own_end
 
 log = logging.getLogger(__name__)
 

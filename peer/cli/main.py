@@ -241,7 +241,7 @@ def relay_command(
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.identity import parse_key
     from shoal.swarm.protocol.relay_url import RelayUrl
-    from shoal.swarm.transport.relay_books import RelayLimits
+    from shoal.swarm.transport.relay.books import RelayLimits
 
     setup_logging(errors if beside else console, verbose)
     allow_descriptors()

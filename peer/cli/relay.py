@@ -23,10 +23,10 @@ from shoal.swarm.protocol.paths import SignedRelay, sign_relay
 from shoal.swarm.protocol.relay_url import TOKEN_BYTES, RelayUrl
 from shoal.swarm.protocol.types import Address
 from shoal.swarm.transport.node import Node
-from shoal.swarm.transport.relay_books import RelayBooks, RelayLimits
-from shoal.swarm.transport.relay_client import RelayCredentials
-from shoal.swarm.transport.relay_server import HostPolicy, RelayServer
-from shoal.swarm.transport.sockets import listen
+from shoal.swarm.transport.relay.books import RelayBooks, RelayLimits
+from shoal.swarm.transport.relay.client import RelayCredentials
+from shoal.swarm.transport.relay.server import HostPolicy, RelayServer
+from shoal.swarm.transport.tcp.sockets import listen
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from shoal.peer.guest.machine import MachineObserver
 from shoal.peer.guest.month import MonthlyTraffic
 from shoal.peer.guest.terms import Power, Terms, TermsFile, TermsText
 from shoal.swarm.errors import ShoalError, StorageError
-from shoal.swarm.transport.traffic_limits import TrafficLimits
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 
 log = logging.getLogger(__name__)
 

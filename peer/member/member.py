@@ -67,9 +67,9 @@ from shoal.swarm.protocol.types import (
 )
 from shoal.swarm.protocol.work_scores import WorkScore
 from shoal.swarm.sample_ranges import Ranges, to_wire
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
-from shoal.swarm.transport.port_mapping import PortMapper
-from shoal.swarm.transport.traffic_limits import TrafficLimits
+from shoal.swarm.transport.paths.port_mapping import PortMapper
 
 log = logging.getLogger(__name__)
 

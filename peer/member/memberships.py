@@ -19,7 +19,7 @@ from shoal.swarm.errors import ShoalError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.rounds import RunView
-from shoal.swarm.transport.traffic_limits import TrafficLimits
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 
 log = logging.getLogger(__name__)
 

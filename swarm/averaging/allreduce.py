@@ -34,8 +34,8 @@ from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import Part
 from shoal.swarm.protocol.statements import ChunkRanges, PlanSigner, ranges_of
 from shoal.swarm.protocol.types import MAX_MADE_RANGES, Blob, Delivery
+from shoal.swarm.transport.bulk.source import ChunkSource
 from shoal.swarm.transport.node import Endpoint
-from shoal.swarm.transport.source import ChunkSource
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, ShoalError, WireError
 from shoal.swarm.protocol.statements import PlanStatement
 from shoal.swarm.protocol.types import MAX_DELIVERIES, Blob, Delivery
-from shoal.swarm.transport.link import ChunkSink
+from shoal.swarm.transport.bulk.link import ChunkSink
+from shoal.swarm.transport.bulk.source import ChunkSource
 from shoal.swarm.transport.node import Endpoint
-from shoal.swarm.transport.source import ChunkSource
 
 log = logging.getLogger(__name__)
 

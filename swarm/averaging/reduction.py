@@ -28,7 +28,7 @@ from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.partial_sums import is_signed, name_of_sums
 from shoal.swarm.averaging.straggler_guard import StragglerGuard
 from shoal.swarm.errors import ShoalError, WireError
-from shoal.swarm.transport.link import CREDIT
+from shoal.swarm.transport.bulk.link import CREDIT
 
 log = logging.getLogger(__name__)
 

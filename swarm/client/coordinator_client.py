@@ -60,8 +60,8 @@ from shoal.swarm.protocol.work_scores import SignedScore, WorkScore
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.node import Node
-from shoal.swarm.transport.paths import RelayPaths
-from shoal.swarm.transport.sockets import SILENCE_S, all_addresses
+from shoal.swarm.transport.paths.relay_paths import RelayPaths
+from shoal.swarm.transport.tcp.sockets import SILENCE_S, all_addresses
 
 log = logging.getLogger(__name__)
 

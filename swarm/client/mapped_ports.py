@@ -9,7 +9,7 @@ from contextlib import suppress
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.types import Address
-from shoal.swarm.transport.port_mapping import Mapping, NoMapping, PortMapper
+from shoal.swarm.transport.paths.port_mapping import Mapping, NoMapping, PortMapper
 
 log = logging.getLogger(__name__)
 

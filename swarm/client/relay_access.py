@@ -18,7 +18,7 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.paths import PASS_S, check_relay
 from shoal.swarm.protocol.types import Address, Message
 from shoal.swarm.transport.channel import Channel
-from shoal.swarm.transport.relay_client import Registration, RelayCredentials, round_trip_s
+from shoal.swarm.transport.relay.client import Registration, RelayCredentials, round_trip_s
 
 log = logging.getLogger(__name__)
 

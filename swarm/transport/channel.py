@@ -16,7 +16,7 @@ from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WireErr
 from shoal.swarm.protocol.messages import PeerToPeerPing, RequestFailed
 from shoal.swarm.protocol.types import Message
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Assembly, Envelope, cut, encode
-from shoal.swarm.transport.traffic_limits import RateLimit
+from shoal.swarm.transport.limits.traffic_limits import RateLimit
 
 M = TypeVar("M", bound=Message)
 

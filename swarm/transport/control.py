@@ -33,12 +33,12 @@ from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerPing, RequestFailed
 from shoal.swarm.protocol.types import Address, Message
 from shoal.swarm.protocol.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Envelope, decode
-from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel
-from shoal.swarm.transport.origins import Origins
-from shoal.swarm.transport.receive_backlog import ReceiveBacklog
-from shoal.swarm.transport.sockets import CURVE_DOMAIN, PROBES, SILENCE_S, bind, endpoint, tune
-from shoal.swarm.transport.traffic_limits import TrafficLimits
+from shoal.swarm.transport.limits.caller_guard import CallerGuard
+from shoal.swarm.transport.limits.origins import Origins
+from shoal.swarm.transport.limits.receive_backlog import ReceiveBacklog
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
+from shoal.swarm.transport.tcp.sockets import CURVE_DOMAIN, PROBES, SILENCE_S, bind, endpoint, tune
 
 log = logging.getLogger(__name__)
 

@@ -36,20 +36,20 @@ from shoal.swarm.protocol.addresses import join_host_port, network_of
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerLinkOpened, PeerToPeerOpenLink, PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.types import MAX_PATHS, Blob, Message, PathKind, PathReport, RosterEntry
+from shoal.swarm.transport.bulk.data_plane import DataPlane
+from shoal.swarm.transport.bulk.link import ChunkSink, Link
+from shoal.swarm.transport.bulk.pacing import merge_shares
+from shoal.swarm.transport.bulk.source import ChunkSource
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
-from shoal.swarm.transport.data_plane import DataPlane
-from shoal.swarm.transport.download_quota import Reader
-from shoal.swarm.transport.link import ChunkSink, Link
-from shoal.swarm.transport.pacing import merge_shares
-from shoal.swarm.transport.paths import RelayPaths, punch
-from shoal.swarm.transport.relay_client import RelayedSocket
+from shoal.swarm.transport.limits.download_quota import Reader
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
+from shoal.swarm.transport.limits.traffic_meter import TrafficMeter
+from shoal.swarm.transport.paths.relay_paths import RelayPaths, punch
+from shoal.swarm.transport.paths.unmet_peers import UnmetPeers
+from shoal.swarm.transport.relay.client import RelayedSocket
 from shoal.swarm.transport.roster import Rosters
-from shoal.swarm.transport.sockets import connect, own_end
-from shoal.swarm.transport.source import ChunkSource
-from shoal.swarm.transport.traffic_limits import TrafficLimits
-from shoal.swarm.transport.traffic_meter import TrafficMeter
-from shoal.swarm.transport.unmet import UnmetPeers
+from shoal.swarm.transport.tcp.sockets import connect, own_end
 from shoal.swarm.transport.zap_auth import Admit, ZapAuthenticator
 
 log = logging.getLogger(__name__)

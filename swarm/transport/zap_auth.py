@@ -16,8 +16,8 @@ import zmq.asyncio
 
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.addresses import network_of
-from shoal.swarm.transport.caller_guard import CallerGuard
-from shoal.swarm.transport.sockets import CURVE_DOMAIN
+from shoal.swarm.transport.limits.caller_guard import CallerGuard
+from shoal.swarm.transport.tcp.sockets import CURVE_DOMAIN
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from shoal.swarm.protocol.identity import Identity, parse_key
 from shoal.swarm.protocol.relay_url import RelayUrl
-from shoal.swarm.transport import relay_server, splice
-from shoal.swarm.transport.relay_books import RelayBooks, RelayLimits
-from shoal.swarm.transport.relay_server import HostPolicy, RelayServer
-from shoal.swarm.transport.sockets import listen
+from shoal.swarm.transport.relay import server as relay_server
+from shoal.swarm.transport.relay.books import RelayBooks, RelayLimits
+from shoal.swarm.transport.relay.server import HostPolicy, RelayServer
+from shoal.swarm.transport.tcp import splice
+from shoal.swarm.transport.tcp.sockets import listen
 
 FAULTS = ("delay", "cut", "change", "repeat", "reorder", "record")
 _QUIET_BYTES = 30_000

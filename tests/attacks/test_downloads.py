@@ -16,7 +16,7 @@ from shoal.peer.state_transfer.partial_state import PartialState, WantedState
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import Busy
 from shoal.swarm.protocol.types import RosterEntry
-from shoal.swarm.transport.download_quota import BEGIN_STATES, MAX_GUESTS, Reader
+from shoal.swarm.transport.limits.download_quota import BEGIN_STATES, MAX_GUESTS, Reader
 from shoal.swarm.transport.node import ScopedEndpoint
 
 SIZE = 5 * 2**20

@@ -16,7 +16,7 @@ from tests.integration.harness import HERE, ROUNDS_S, SHOAL, START_S, Host, Memb
 from shoal.swarm.coordinator.events import MemberJoined
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.types import RosterEntry
-from shoal.swarm.transport.caller_limits import STRANGER_S
+from shoal.swarm.transport.limits.caller_limits import STRANGER_S
 
 pytestmark = pytest.mark.integration
 

@@ -15,7 +15,7 @@ from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.identity import Identity, key_text
 from shoal.swarm.protocol.relay_url import RelayUrl
 from shoal.swarm.protocol.types import Blob
-from shoal.swarm.transport.relay_client import RelayCredentials
+from shoal.swarm.transport.relay.client import RelayCredentials
 
 pytestmark = pytest.mark.integration
 

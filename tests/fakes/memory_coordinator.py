@@ -43,7 +43,7 @@ from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.statements import RoundName, check_ready, check_report
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, Role, RosterEntry
 from shoal.swarm.sample_ranges import to_wire
-from shoal.swarm.transport.unmet import UnmetPeers
+from shoal.swarm.transport.paths.unmet_peers import UnmetPeers
 
 _DEVICE = DeviceInfo(kind="cpu", name="fake", memory_bytes=0)
 

@@ -12,8 +12,8 @@ from tests.fakes.virtual_clock import now_s, until
 
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, Unreachable
 from shoal.swarm.protocol.types import Blob
-from shoal.swarm.transport.link import ChunkSink
-from shoal.swarm.transport.source import ChunkSource, CountedSource
+from shoal.swarm.transport.bulk.link import ChunkSink
+from shoal.swarm.transport.bulk.source import ChunkSource, CountedSource
 
 
 @dataclass(frozen=True)

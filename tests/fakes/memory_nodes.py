@@ -17,16 +17,16 @@ from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.types import Address, Blob, Message, RosterEntry
 from shoal.swarm.protocol.wire import MAX_REQUEST_BYTES, Envelope, decode, encode
-from shoal.swarm.transport.caller_guard import CallerGuard
+from shoal.swarm.transport.bulk.link import ChunkSink
+from shoal.swarm.transport.bulk.source import ChunkSource
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
-from shoal.swarm.transport.link import ChunkSink
+from shoal.swarm.transport.limits.caller_guard import CallerGuard
+from shoal.swarm.transport.limits.origins import Origins
+from shoal.swarm.transport.limits.receive_backlog import ReceiveBacklog
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
+from shoal.swarm.transport.limits.traffic_meter import TrafficMeter
 from shoal.swarm.transport.node import Node
-from shoal.swarm.transport.origins import Origins
-from shoal.swarm.transport.receive_backlog import ReceiveBacklog
-from shoal.swarm.transport.source import ChunkSource
-from shoal.swarm.transport.traffic_limits import TrafficLimits
-from shoal.swarm.transport.traffic_meter import TrafficMeter
 from shoal.swarm.transport.zap_auth import Admit
 
 HOST = "127.0.0.1"

@@ -13,7 +13,7 @@ from tests.integration.harness import CALM, ROUNDS_S, SHOAL, START_S, Swarm, eve
 from tests.integration.mapping_router import mapping_router, missing
 from tests.integration.nat_lab import Kind, NatLab, nat_lab
 
-from shoal.swarm.transport.port_mapping import MappedPort, NatPmp, Pcp, PortMapper, Router, Upnp, default_gateway
+from shoal.swarm.transport.paths.port_mapping import MappedPort, NatPmp, Pcp, PortMapper, Router, Upnp, default_gateway
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(missing()), reason=missing())]
 

@@ -18,7 +18,7 @@ from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import Busy, LinkError, ModelMismatch
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.types import TensorSpec
-from shoal.swarm.transport.source import CountedSource
+from shoal.swarm.transport.bulk.source import CountedSource
 
 LAYOUT = tuple(
     TensorSpec(name=name, shape=shape)

@@ -9,8 +9,8 @@ from typing import Any
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.types import Address, Blob, RosterEntry
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 from shoal.swarm.transport.node import Node
-from shoal.swarm.transport.traffic_limits import TrafficLimits
 
 HOST = "127.0.0.1"
 LONG_S = 30.0

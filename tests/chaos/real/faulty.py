@@ -28,7 +28,7 @@ from shoal.swarm.coordinator.events import JournalEvent, VerdictGiven
 from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan
-from shoal.swarm.transport.data_plane import DataPlane
+from shoal.swarm.transport.bulk.data_plane import DataPlane
 
 _LOOK_S = 0.01
 _REST_S = 0.05

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shoal.swarm.transport.bulk.io_thread import FrameReceiver, IoThread
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
-from shoal.swarm.transport.io_thread import FrameReceiver, IoThread
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 _AGAIN_S = 0.05

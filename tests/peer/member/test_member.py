@@ -22,7 +22,7 @@ from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, PeerToCoordinatorJoinRun
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.types import Blob, TensorSpec
-from shoal.swarm.transport.traffic_meter import TrafficMeter
+from shoal.swarm.transport.limits.traffic_meter import TrafficMeter
 
 ELEMENTS = 4096
 READER = b"a joiner"

@@ -21,7 +21,7 @@ from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorShowCapability
 from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.transport.traffic_limits import TrafficLimits
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 
 RUN = """
 algorithm = "virtual_batch"

@@ -16,7 +16,7 @@ from shoal.compression.registry import get_codec
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.reduction import _WINDOW, WINDOW_BYTES, PartReducer, ReducedChunk, window_of
-from shoal.swarm.transport.link import CREDIT
+from shoal.swarm.transport.bulk.link import CREDIT
 
 SIZE = 700
 

@@ -12,7 +12,7 @@ from shoal.swarm.averaging import results
 from shoal.swarm.averaging.results import ResultStore, RoundMean
 from shoal.swarm.errors import BlobUnavailable, WireError
 from shoal.swarm.protocol.types import MAX_MEMBERS
-from shoal.swarm.transport.data_connection import MAX_CHUNK_BYTES
+from shoal.swarm.transport.bulk.data_connection import MAX_CHUNK_BYTES
 
 ELEMENTS = 5 * 64 + 7
 CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])

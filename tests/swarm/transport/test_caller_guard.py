@@ -6,8 +6,8 @@ import socket
 
 from tests.swarm.network import HOST
 
-from shoal.swarm.transport.caller_guard import _caller
-from shoal.swarm.transport.origins import Origins
+from shoal.swarm.transport.limits.caller_guard import _caller
+from shoal.swarm.transport.limits.origins import Origins
 
 
 def test_sockets_of_other_ports_are_no_callers() -> None:

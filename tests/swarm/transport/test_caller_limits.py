@@ -2,7 +2,7 @@ import random
 from dataclasses import dataclass, field
 
 from shoal.swarm.token_buckets import TokenBuckets
-from shoal.swarm.transport.caller_limits import (
+from shoal.swarm.transport.limits.caller_limits import (
     CONNECTIONS_PER_KEY,
     KEY_BURST,
     KEY_MESSAGES_PER_S,

@@ -19,7 +19,7 @@ from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.types import Message
 from shoal.swarm.transport.channel import Channel
-from shoal.swarm.transport.sockets import PROBES, SILENCE_S
+from shoal.swarm.transport.tcp.sockets import PROBES, SILENCE_S
 
 SILENT_S = 0.6
 """Short: the tests wait for it."""

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from shoal.swarm.errors import Busy
-from shoal.swarm.transport.download_quota import (
+from shoal.swarm.transport.limits.download_quota import (
     BEGIN_STATES,
     LEAST_STATE_BYTES,
     MAX_GUESTS,

@@ -6,8 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import WireError
-from shoal.swarm.transport import frame_crypto as sealing
-from shoal.swarm.transport.frame_crypto import TAG_BYTES, Cipher, Header, ReplayWindow, SealedLink, preferred_cipher
+from shoal.swarm.transport.bulk import frame_crypto as sealing
+from shoal.swarm.transport.bulk.frame_crypto import (
+    TAG_BYTES,
+    Cipher,
+    Header,
+    ReplayWindow,
+    SealedLink,
+    preferred_cipher,
+)
 
 CIPHERS: tuple[Cipher, ...] = ("aes-256-gcm", "chacha20-poly1305")
 NAME = b"linkname"

@@ -50,13 +50,14 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.protocol.wire import Envelope, encode
-from shoal.swarm.transport import control, io_thread
-from shoal.swarm.transport.data_connection import MAX_CHUNK_BYTES, PREFIX_BYTES, DataConnection
-from shoal.swarm.transport.data_plane import Dial
-from shoal.swarm.transport.frame_crypto import CREDIT as CREDIT_FRAME
-from shoal.swarm.transport.frame_crypto import HELLO, STREAM_CONTROL, TAG_BYTES, SealedLink
-from shoal.swarm.transport.io_thread import IoThread
-from shoal.swarm.transport.link import (
+from shoal.swarm.transport import control
+from shoal.swarm.transport.bulk import io_thread
+from shoal.swarm.transport.bulk.data_connection import MAX_CHUNK_BYTES, PREFIX_BYTES, DataConnection
+from shoal.swarm.transport.bulk.data_plane import Dial
+from shoal.swarm.transport.bulk.frame_crypto import CREDIT as CREDIT_FRAME
+from shoal.swarm.transport.bulk.frame_crypto import HELLO, STREAM_CONTROL, TAG_BYTES, SealedLink
+from shoal.swarm.transport.bulk.io_thread import IoThread
+from shoal.swarm.transport.bulk.link import (
     CREDIT,
     MAX_CREDIT,
     MAX_STREAMS_PER_LINK,
@@ -66,8 +67,8 @@ from shoal.swarm.transport.link import (
     Link,
     OutgoingStream,
 )
+from shoal.swarm.transport.limits.traffic_meter import TrafficMeter
 from shoal.swarm.transport.node import Node
-from shoal.swarm.transport.traffic_meter import TrafficMeter
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"

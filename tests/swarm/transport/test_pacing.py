@@ -9,10 +9,10 @@ import time
 import pytest
 from tests.swarm.network import HOST, STATE, Sink, Source, fetch, swarm, until
 
-from shoal.swarm.transport.data_connection import DataConnection
-from shoal.swarm.transport.link import Link
-from shoal.swarm.transport.pacing import TICK_S, Pacing, Uplink, divide_pace
-from shoal.swarm.transport.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s, tune_stream
+from shoal.swarm.transport.bulk.data_connection import DataConnection
+from shoal.swarm.transport.bulk.link import Link
+from shoal.swarm.transport.bulk.pacing import TICK_S, Pacing, Uplink, divide_pace
+from shoal.swarm.transport.tcp.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s, tune_stream
 
 MBIT = 1e6
 
@@ -318,7 +318,7 @@ def test_ways_within_a_house_are_not_paced() -> None:
 def test_a_thread_that_rests_reads_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     rests: list[float] = []
     monkeypatch.setattr(Pacing, "sleep_s", 0.002)
-    monkeypatch.setattr("shoal.swarm.transport.io_thread.time.sleep", rests.append)
+    monkeypatch.setattr("shoal.swarm.transport.bulk.io_thread.time.sleep", rests.append)
     marks: list[int] = []
     receive = DataConnection.receive
 

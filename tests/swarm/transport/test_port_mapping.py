@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.swarm.transport.port_mapping import (
+from shoal.swarm.transport.paths.port_mapping import (
     LEASE_S,
     MappedPort,
     NatPmp,

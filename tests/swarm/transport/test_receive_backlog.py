@@ -9,8 +9,8 @@ import sys
 import pytest
 from tests.swarm.network import HOST
 
-from shoal.swarm.transport import receive_backlog
-from shoal.swarm.transport.receive_backlog import ReceiveBacklog
+from shoal.swarm.transport.limits import receive_backlog
+from shoal.swarm.transport.limits.receive_backlog import ReceiveBacklog
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a connection has received")
 

@@ -15,13 +15,14 @@ from shoal.swarm.errors import TryLater, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.paths import make_pass
 from shoal.swarm.protocol.types import Address, Blob
-from shoal.swarm.transport import relay_server, splice
-from shoal.swarm.transport.paths import Forwarder
-from shoal.swarm.transport.relay_books import RelayBooks, RelayLimits
-from shoal.swarm.transport.relay_client import Registration, RelayCredentials, RelayedSocket, call
-from shoal.swarm.transport.relay_server import HostPolicy, RelayServer
-from shoal.swarm.transport.sockets import listen
-from shoal.swarm.transport.splice import Splice
+from shoal.swarm.transport.paths.relay_paths import Forwarder
+from shoal.swarm.transport.relay import server as relay_server
+from shoal.swarm.transport.relay.books import RelayBooks, RelayLimits
+from shoal.swarm.transport.relay.client import Registration, RelayCredentials, RelayedSocket, call
+from shoal.swarm.transport.relay.server import HostPolicy, RelayServer
+from shoal.swarm.transport.tcp import splice
+from shoal.swarm.transport.tcp.sockets import listen
+from shoal.swarm.transport.tcp.splice import Splice
 
 RUN = b"r" * 32
 STATE = Blob(kind="state", number=1)

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.swarm.errors import LinkClosed
 from shoal.swarm.protocol.types import Address
-from shoal.swarm.transport.relay_client import Registration
+from shoal.swarm.transport.relay.client import Registration
 
 RELAY = Address(kind="relayed", host="192.0.2.1", control_port=7000, relay_key=bytes(32))
 

@@ -13,9 +13,9 @@ from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, Wir
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerPing, PeerToPeerPong, RequestFailed
 from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.transport import control
-from shoal.swarm.transport.data_connection import PREFIX_BYTES, DataConnection
-from shoal.swarm.transport.frame_crypto import HEADER_BYTES, TAG_BYTES
-from shoal.swarm.transport.link import Frame, Link
+from shoal.swarm.transport.bulk.data_connection import PREFIX_BYTES, DataConnection
+from shoal.swarm.transport.bulk.frame_crypto import HEADER_BYTES, TAG_BYTES
+from shoal.swarm.transport.bulk.link import Frame, Link
 from shoal.swarm.transport.node import ScopedEndpoint
 
 

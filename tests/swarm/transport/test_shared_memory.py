@@ -22,13 +22,20 @@ from shoal.swarm.errors import LinkError, WireError
 from shoal.swarm.protocol.messages import PeerToPeerMemoryOpened, PeerToPeerOfferMemory
 from shoal.swarm.protocol.types import Message
 from shoal.swarm.protocol.wire import Envelope, encode
-from shoal.swarm.transport import data_plane as bulk
-from shoal.swarm.transport import shared_memory
-from shoal.swarm.transport.data_connection import DataConnection
-from shoal.swarm.transport.frame_crypto import TAG_BYTES, SealedLink
-from shoal.swarm.transport.link import Frame, Link
-from shoal.swarm.transport.shared_memory import OfferedMemory, Place, RingReader, RingWriter, SharedMemory, open_shared
-from shoal.swarm.transport.sockets import is_on_this_machine
+from shoal.swarm.transport.bulk import data_plane as bulk
+from shoal.swarm.transport.bulk import shared_memory
+from shoal.swarm.transport.bulk.data_connection import DataConnection
+from shoal.swarm.transport.bulk.frame_crypto import TAG_BYTES, SealedLink
+from shoal.swarm.transport.bulk.link import Frame, Link
+from shoal.swarm.transport.bulk.shared_memory import (
+    OfferedMemory,
+    Place,
+    RingReader,
+    RingWriter,
+    SharedMemory,
+    open_shared,
+)
+from shoal.swarm.transport.tcp.sockets import is_on_this_machine
 
 PAGE = 4096
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name is Linux'")
@@ -172,7 +179,7 @@ def test_both_ways(offered: OfferedMemory) -> None:
 @needs_memfd
 def test_another_process_finds_it(offered: OfferedMemory) -> None:
     code = (
-        "import sys; from shoal.swarm.transport.shared_memory import open_shared\n"
+        "import sys; from shoal.swarm.transport.bulk.shared_memory import open_shared\n"
         "memory = open_shared(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3]))\n"
         "place = memory.writer.reserve(5); place.memory[:] = b'hello'; print(place.start)"
     )

@@ -8,7 +8,7 @@ import pytest
 from tests.swarm.network import LONG_S, STATE, Member, Sink, Source, fetch, swarm, until
 
 from shoal.swarm.errors import Busy
-from shoal.swarm.transport.source import CountedSource
+from shoal.swarm.transport.bulk.source import CountedSource
 
 
 class Counted(Source):

@@ -6,7 +6,7 @@ import time
 import pytest
 from tests.swarm.network import STATE, Member, Sink, Source, fetch, run, swarm_of
 
-from shoal.swarm.transport.traffic_limits import RateLimit, TrafficLimits
+from shoal.swarm.transport.limits.traffic_limits import RateLimit, TrafficLimits
 
 MBIT = 1e6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.swarm.coordinator.world import peer_name
 
 from shoal.swarm.protocol.types import MAX_UNMET
-from shoal.swarm.transport.unmet import UnmetPeers
+from shoal.swarm.transport.paths.unmet_peers import UnmetPeers
 
 A, B = peer_name(0), peer_name(1)
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.swarm.errors import LinkClosed, LinkError, ShoalError, WireError
-from shoal.swarm.transport.frame_crypto import CHUNK, SealedLink
+from shoal.swarm.transport.bulk.frame_crypto import CHUNK, SealedLink
 
 if TYPE_CHECKING:
     from shoal.swarm.protocol.types import PathKind
-    from shoal.swarm.transport.data_connection import DataConnection
-    from shoal.swarm.transport.shared_memory import OfferedMemory, SharedMemory
+    from shoal.swarm.transport.bulk.data_connection import DataConnection
+    from shoal.swarm.transport.bulk.shared_memory import OfferedMemory, SharedMemory
 
 log = logging.getLogger(__name__)
 

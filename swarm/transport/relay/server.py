@@ -34,11 +34,11 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.paths import RelayPass, check_pass, introduction_bytes, proof_bytes
 from shoal.swarm.protocol.types import Certificate, Message
-from shoal.swarm.transport.caller_limits import StrangerPlaces
-from shoal.swarm.transport.relay_books import MAX_CLIENTS, MAX_REGISTRATIONS_PER_HOST, RelayBooks
-from shoal.swarm.transport.relay_framing import receive, send, send_error
-from shoal.swarm.transport.sockets import shortest_round_trip_s, tune_relayed
-from shoal.swarm.transport.splice import Splice
+from shoal.swarm.transport.limits.caller_limits import StrangerPlaces
+from shoal.swarm.transport.relay.books import MAX_CLIENTS, MAX_REGISTRATIONS_PER_HOST, RelayBooks
+from shoal.swarm.transport.relay.framing import receive, send, send_error
+from shoal.swarm.transport.tcp.sockets import shortest_round_trip_s, tune_relayed
+from shoal.swarm.transport.tcp.splice import Splice
 
 log = logging.getLogger(__name__)
 

@@ -37,10 +37,9 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.types import Blob, Message, PathKind
 from shoal.swarm.protocol.wire import Envelope, decode, encode
-from shoal.swarm.transport.download_quota import DownloadQuota, Reader
-from shoal.swarm.transport.frame_crypto import SealedLink, preferred_cipher
-from shoal.swarm.transport.io_thread import MAX_CONNECTIONS_PER_LINK, IoThread
-from shoal.swarm.transport.link import (
+from shoal.swarm.transport.bulk.frame_crypto import SealedLink, preferred_cipher
+from shoal.swarm.transport.bulk.io_thread import MAX_CONNECTIONS_PER_LINK, IoThread
+from shoal.swarm.transport.bulk.link import (
     CREDIT,
     MAX_CREDIT,
     MAX_STREAMS_PER_LINK,
@@ -50,11 +49,12 @@ from shoal.swarm.transport.link import (
     Link,
     OutgoingStream,
 )
-from shoal.swarm.transport.shared_memory import OfferedMemory, open_shared
-from shoal.swarm.transport.sockets import is_on_this_machine, listen
-from shoal.swarm.transport.source import ChunkSource, DownloadSource, reading
-from shoal.swarm.transport.traffic_limits import TrafficLimits
-from shoal.swarm.transport.traffic_meter import TrafficMeter
+from shoal.swarm.transport.bulk.shared_memory import OfferedMemory, open_shared
+from shoal.swarm.transport.bulk.source import ChunkSource, DownloadSource, reading
+from shoal.swarm.transport.limits.download_quota import DownloadQuota, Reader
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
+from shoal.swarm.transport.limits.traffic_meter import TrafficMeter
+from shoal.swarm.transport.tcp.sockets import is_on_this_machine, listen
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median_high
 from typing import TYPE_CHECKING
 
-from shoal.swarm.transport.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s
+from shoal.swarm.transport.tcp.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s
 
 if TYPE_CHECKING:
-    from shoal.swarm.transport.data_connection import DataConnection
-    from shoal.swarm.transport.link import Link
+    from shoal.swarm.transport.bulk.data_connection import DataConnection
+    from shoal.swarm.transport.bulk.link import Link
 
 TICK_S = 0.1
 _WINDOW_S = 0.5

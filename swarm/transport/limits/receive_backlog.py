@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from shoal.swarm.transport.caller_limits import FRAME_BYTES, excessive_backlogs
-from shoal.swarm.transport.sockets import inode_of, received_bytes_on, shut_down
+from shoal.swarm.transport.limits.caller_limits import FRAME_BYTES, excessive_backlogs
+from shoal.swarm.transport.tcp.sockets import inode_of, received_bytes_on, shut_down
 
 log = logging.getLogger(__name__)
 

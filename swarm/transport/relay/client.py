@@ -26,9 +26,9 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.paths import Plane, RelayPass, introduction_bytes, proof_bytes
 from shoal.swarm.protocol.types import Address, Certificate, Message
-from shoal.swarm.transport.relay_framing import receive, send
-from shoal.swarm.transport.relay_server import MAX_TICKETS_PER_CLIENT, REQUEST_S, SILENT_S, token_proof
-from shoal.swarm.transport.sockets import connect, shortest_round_trip_s, tune_relayed
+from shoal.swarm.transport.relay.framing import receive, send
+from shoal.swarm.transport.relay.server import MAX_TICKETS_PER_CLIENT, REQUEST_S, SILENT_S, token_proof
+from shoal.swarm.transport.tcp.sockets import connect, shortest_round_trip_s, tune_relayed
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ import time
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import WireError
-from shoal.swarm.transport.frame_crypto import HEADER_BYTES, TAG_BYTES
-from shoal.swarm.transport.traffic_limits import TrafficLimits
+from shoal.swarm.transport.bulk.frame_crypto import HEADER_BYTES, TAG_BYTES
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 
 if TYPE_CHECKING:
     from shoal.swarm.protocol.types import PathKind
-    from shoal.swarm.transport.link import Frame, Link
-    from shoal.swarm.transport.shared_memory import RingReader
+    from shoal.swarm.transport.bulk.link import Frame, Link
+    from shoal.swarm.transport.bulk.shared_memory import RingReader
 
 MAX_CHUNK_BYTES = 2**22 + 2**16
 """Largest payload of a chunk: 4 MiB (2**20 float32 or 2**22 int8 values), and room for scales and the chunk header."""

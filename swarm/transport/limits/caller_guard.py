@@ -20,9 +20,9 @@ import zmq
 import zmq.asyncio
 
 from shoal.swarm.protocol.addresses import network_of
-from shoal.swarm.transport.caller_limits import Caller, Callers, MessageLimits, strangers_allowed
-from shoal.swarm.transport.origins import Origins
-from shoal.swarm.transport.sockets import descriptors_allowed, duplicated, inode_of, received_bytes_on, shut_down
+from shoal.swarm.transport.limits.caller_limits import Caller, Callers, MessageLimits, strangers_allowed
+from shoal.swarm.transport.limits.origins import Origins
+from shoal.swarm.transport.tcp.sockets import descriptors_allowed, duplicated, inode_of, received_bytes_on, shut_down
 
 log = logging.getLogger(__name__)
 

@@ -24,20 +24,20 @@ from functools import partial
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.addresses import network_of
 from shoal.swarm.protocol.types import PathKind
-from shoal.swarm.transport.caller_limits import StrangerPlaces, strangers_allowed
-from shoal.swarm.transport.data_connection import (
+from shoal.swarm.transport.bulk.data_connection import (
     MAX_CHUNK_BYTES,
     PREFIX_BYTES,
     READ_BYTES,
     DataConnection,
     HeldBack,
 )
-from shoal.swarm.transport.frame_crypto import CHUNK, CREDIT, HELLO, STREAM_CONTROL, TAG_BYTES, Header
-from shoal.swarm.transport.link import Frame, FrameQueue, Link
-from shoal.swarm.transport.pacing import TICK_S, Pacing
-from shoal.swarm.transport.sockets import descriptors_allowed, limit_receive_buffer, tune_stream
-from shoal.swarm.transport.traffic_limits import TrafficLimits
-from shoal.swarm.transport.traffic_meter import TrafficMeter
+from shoal.swarm.transport.bulk.frame_crypto import CHUNK, CREDIT, HELLO, STREAM_CONTROL, TAG_BYTES, Header
+from shoal.swarm.transport.bulk.link import Frame, FrameQueue, Link
+from shoal.swarm.transport.bulk.pacing import TICK_S, Pacing
+from shoal.swarm.transport.limits.caller_limits import StrangerPlaces, strangers_allowed
+from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
+from shoal.swarm.transport.limits.traffic_meter import TrafficMeter
+from shoal.swarm.transport.tcp.sockets import descriptors_allowed, limit_receive_buffer, tune_stream
 
 log = logging.getLogger(__name__)
 

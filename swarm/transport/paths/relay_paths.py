@@ -18,10 +18,10 @@ from shoal.swarm.errors import LinkError, Unreachable
 from shoal.swarm.protocol.addresses import join_host_port, may_dial, plain_host, reach_of
 from shoal.swarm.protocol.paths import Plane
 from shoal.swarm.protocol.types import MAX_RELAYS, Address, PathKind
-from shoal.swarm.transport.origins import Origins
-from shoal.swarm.transport.relay_client import Registration, RelayCredentials, RelayedSocket, call
-from shoal.swarm.transport.sockets import connect, listen, share_port, tune_relayed
-from shoal.swarm.transport.splice import Splice
+from shoal.swarm.transport.limits.origins import Origins
+from shoal.swarm.transport.relay.client import Registration, RelayCredentials, RelayedSocket, call
+from shoal.swarm.transport.tcp.sockets import connect, listen, share_port, tune_relayed
+from shoal.swarm.transport.tcp.splice import Splice
 
 log = logging.getLogger(__name__)
 

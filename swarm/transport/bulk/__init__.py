@@ -1,0 +1,1 @@
+"""Bulk data between peers: sealed frames on plain sockets, in a thread of their own."""

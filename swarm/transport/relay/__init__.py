@@ -1,0 +1,1 @@
+"""Relays: what one serves, and how its clients register and call."""

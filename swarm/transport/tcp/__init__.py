@@ -1,0 +1,1 @@
+"""Plain sockets: their options, binding, connecting, and splicing two of them."""
