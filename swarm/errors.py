@@ -43,6 +43,7 @@
     ├── CoordinatorForked       53    the coordinator has signed two verdicts of one round
     └── StorageError            40    a file cannot be written or read: disk full, read-only, or damage
         ├── FolderInUse         40    another process is using the folder
+        ├── DamagedRecords      40    records are damaged, incomplete or outdated: only a person can restore them
         └── RemoteStorageError  41    a remote store refuses, cannot be reached, or has no driver here
 """
 
@@ -300,6 +301,11 @@ class FolderInUse(StorageError):
     """Another process is using the folder."""
 
 
+class DamagedRecords(StorageError):
+    """A journal or one of its files is damaged, incomplete, an outdated copy, or of another run or release. That
+    does not pass by itself: somebody has to restore it."""
+
+
 class RemoteStorageError(StorageError):
     """A remote store refuses or cannot be reached, or the package that provides access is not installed."""
 
@@ -308,6 +314,9 @@ class RemoteStorageError(StorageError):
 
 FINAL_ERRORS = (Superseded, Removed, RunEnded)
 """Errors of the coordinator after which a process has to stop: asking again does not help."""
+
+NEEDS_A_PERSON = (UserError, DamagedRecords)
+"""Errors that beginning again does not mend: somebody has to change a file first."""
 
 _LINK_ERRORS = (ProtocolMismatch, UnknownRun, NotAdmitted, TryLater, *FINAL_ERRORS, CommandRefused, DeadlineExceeded)
 _STREAM_ERRORS = (BlobUnavailable, Busy, LinkClosed, StaleWork, WireError)

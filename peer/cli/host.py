@@ -10,8 +10,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +28,14 @@ from shoal.peer.event_schema import Event
 from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.swarm import durable
-from shoal.swarm.aio import task_scope
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.front import CoordinatorFront
 from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, JournalFiles, LocalJournal
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import (
+    NEEDS_A_PERSON,
     CorpusError,
     DeviceError,
     HostCrashed,
@@ -163,13 +164,14 @@ async def host(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …
 
-    One run's errors end this; of several runs, one that fails begins again, and the others go on meanwhile.
+    One run's errors end this. Of several runs, one that cannot be served is left out, one that fails begins again if
+    that may help, and the others go on meanwhile.
     ``on_event``: called with every decision that people want to read, once it is journaled."""
     if options.backup is not None and options.backup.resolve() == options.state.resolve():
         raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
     if len(run_paths) > 1 and options.publish.endswith(".json"):
         raise UserError(f"--publish {options.publish}: is one file, and each run has a card of its own: name a folder")
-    runs = [await _prepared(path, options) for path in run_paths]
+    runs = await _prepared_runs(run_paths, options)
     names = tuple(one.name for one in runs)
     if len(set(names)) < len(names):
         raise UserError(f"two of the run files have the same [run] name: {', '.join(sorted(names))}")
@@ -180,16 +182,35 @@ async def host(
         loop.add_signal_handler(number, stop.set)
     address = (options.bind[0], options.bind[1] or next(filter(None, (_earlier_port(one.state) for one in runs)), 0))
     told = on_start, on_event
-    if len(runs) == 1:
-        with _leased(runs[0], options, keys) as journal:
-            async with CoordinatorFront.open(keys, address, names) as front:
-                await _serve(front, runs[0], journal, options, stop, *told)
+    if len(run_paths) == 1:
+        async with (
+            _leased(runs[0], options, keys) as journal,
+            CoordinatorFront.open(keys, address, names) as front,
+        ):
+            await _serve(front, runs[0], journal, options, stop, *told)
         return
     async with CoordinatorFront.open(keys, address, names) as front, task_scope() as tasks:
         kept = [tasks.create_task(_keep_serving(front, one, options, stop, *told)) for one in runs]
         await asyncio.wait(kept)
     if not any(one.result() for one in kept):
         raise HostCrashed("none of the runs could go on, as was said above: their journals are kept")
+
+
+async def _prepared_runs(run_paths: Sequence[Path], options: HostOptions) -> list[HostedRun]:
+    """Prepare all runs that can be served. Raises the error of a single one, and ``HostCrashed`` when none is left."""
+    if len(run_paths) == 1:
+        return [await _prepared(run_paths[0], options)]
+    runs: list[HostedRun] = []
+    for path in run_paths:
+        try:
+            one = await _prepared(path, options)
+            kept_port_keys(one.state, one.identity)
+            runs.append(one)
+        except ShoalError as error:
+            log.error("%s is not served: %s. Other runs are; put this right and start the host again", path, error)
+    if not runs:
+        raise HostCrashed("none of the run files can be served, as was said above")
+    return runs
 
 
 async def _prepared(run_path: Path, options: HostOptions) -> HostedRun:
@@ -206,24 +227,29 @@ async def _prepared(run_path: Path, options: HostOptions) -> HostedRun:
     return HostedRun(text, run, state, identity, pem, backup)
 
 
-@contextmanager
-def _leased(one: HostedRun, options: HostOptions, keys: CurveKeys) -> Iterator[tuple[LocalJournal, int]]:
+@asynccontextmanager
+async def _leased(one: HostedRun, options: HostOptions, keys: CurveKeys) -> AsyncIterator[tuple[LocalJournal, int]]:
     """Hold a run's journal, which its host's keys fit; yields it with the lease's epoch. Raises ``FolderInUse``,
     ``IdentityError`` and ``StorageError``."""
     journal = LocalJournal(one.state, one.run.hash, one.text, one.backup)
     try:
-        epoch = journal.lease()
-        check_keys(one.identity, journal, options.identity or one.state / IDENTITY_FILE)
-        if keys != one.identity.coordinator_keys():
-            _write(one.state / PORT_KEY_FILE, keys.secret.hex().encode() + b"\n", 0o600)
-        if one.backup is not None:  # only after the check: the backup may hold the only copy of the right keys
-            one.backup.keep(RUN_FILE, one.text.encode())
-            one.backup.keep(IDENTITY_FILE, one.pem, 0o600)
-            if keys != one.identity.coordinator_keys():
-                one.backup.keep(PORT_KEY_FILE, keys.secret.hex().encode() + b"\n", 0o600)
-        yield journal, epoch
+        # In a worker thread, as it reads all that is kept: the loop may be serving other runs.
+        yield journal, await in_thread(_take_lease, journal, one, options, keys)
     finally:
         journal.close()
+
+
+def _take_lease(journal: LocalJournal, one: HostedRun, options: HostOptions, keys: CurveKeys) -> int:
+    epoch = journal.lease()
+    check_keys(one.identity, journal, options.identity or one.state / IDENTITY_FILE)
+    if keys != one.identity.coordinator_keys():
+        _write(one.state / PORT_KEY_FILE, keys.secret.hex().encode() + b"\n", 0o600)
+    if one.backup is not None:  # only after the check: the backup may hold the only copy of the right keys
+        one.backup.keep(RUN_FILE, one.text.encode())
+        one.backup.keep(IDENTITY_FILE, one.pem, 0o600)
+        if keys != one.identity.coordinator_keys():
+            one.backup.keep(PORT_KEY_FILE, keys.secret.hex().encode() + b"\n", 0o600)
+    return epoch
 
 
 async def _keep_serving(
@@ -235,12 +261,20 @@ async def _keep_serving(
     on_event: Callable[[Event], None],
 ) -> bool:
     """Serve one of several runs; begin again, after longer and longer pauses, when it fails. Returns False when it has
-    failed too often."""
+    failed too often, or for a reason that does not pass by itself."""
     restarts = Restarts()
     while not stop.is_set():
         try:
-            with _leased(one, options, front.node.control.keys) as journal:
+            async with _leased(one, options, front.node.control.keys) as journal:
                 await _serve(front, one, journal, options, stop, on_start, on_event)
+        except NEEDS_A_PERSON as error:
+            log.error(
+                "the run %s cannot go on: %s. It is not served until that is put right and the host is started again; "
+                "its members wait, other runs go on",
+                one.name,
+                error,
+            )
+            return False
         except Exception as error:  # whatever it is, the other runs go on
             pause_s = restarts.pause_s(asyncio.get_running_loop().time())
             about = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgpack
 from pydantic import Field
 
-from shoal.swarm.errors import StorageError
+from shoal.swarm.errors import DamagedRecords
 from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.rounds import RoundPlan, StateAgreement, Verdict
@@ -566,13 +566,13 @@ def pack_event(event: JournalEvent) -> bytes:
 
 
 def unpack_event(data: bytes) -> JournalEvent:
-    """Unpack an event. Raises ``StorageError`` if this release does not know it, or for damaged bytes."""
+    """Unpack an event. Raises ``DamagedRecords`` if this release does not know it, or for damaged bytes."""
     try:
         name, body, scope = _fields(msgpack.unpackb(data, use_list=False))
         event = EVENTS[name].model_validate(body)
         return InScope(scope=scope, event=event) if scope is not None else event
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise StorageError(
+        raise DamagedRecords(
             f"the journal has an event that this release cannot read; go on with the release that wrote it: {error}"
         ) from error
 

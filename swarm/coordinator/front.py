@@ -6,9 +6,12 @@ port; each has its own identity, which signs that it speaks with them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from shoal.swarm.aio import in_thread
+from shoal.swarm.coordinator.host_commands import resumed
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import DeadlineExceeded, ShoalError, UnknownRun
@@ -46,7 +49,9 @@ class CoordinatorFront:
         self, run_toml: str, run: RunFile, identity: Identity, journal: Journal, epoch: int
     ) -> AsyncIterator[CoordinatorService]:
         """Serve a run until the context ends. ``epoch``: of the lease on ``journal``."""
-        service = CoordinatorService(run_toml, run, identity, self.node, journal, epoch)
+        # In a worker thread, as a journal may be long: other runs go on meanwhile.
+        machine, trail = await in_thread(resumed, run, identity, journal, time.monotonic(), epoch)
+        service = CoordinatorService(run_toml, run, identity, self.node, journal, machine, trail)
         self._services[service.name] = service
         try:
             async with service.running():

@@ -228,14 +228,13 @@ def command_journal(
     try:
         check(journal)
         now_s = time.monotonic()
-        machine = replayed(run, identity.sign, journal, now_s, epoch)
+        machine, trail = resumed(run, identity, journal, now_s, epoch)
         scope = machine.scope if isinstance(machine, PlainRun) else machine
         machine.log.unix_offset_s = time.time() - now_s
         if isinstance(command, ListRecords):
             return read_records(journal, command.first)
         answer = HostCommands(scope, identity).answer(command)
         events = machine.log.take()
-        trail = AccessTrail(run.hash, identity.sign, last_record(journal))
         events += trail.records(events, Counter(), machine.log.unix_s)
         if events:
             journal.append(journal.next_index, events)
@@ -244,23 +243,25 @@ def command_journal(
         journal.close()
 
 
-def last_record(journal: Journal) -> AccessRecord | None:
-    """Return the newest access record of a journal, if it has any."""
-    count = journal.access_count
-    return journal.access_records(count - 1, 1)[0] if count else None
-
-
 def read_records(journal: Journal, first: int) -> CoordinatorToHostRecords:
     """Read a page of access records, oldest first."""
     records = journal.access_records(first, MAX_PAGE)
     return CoordinatorToHostRecords(records=tuple(records), more=first + len(records) < journal.access_count)
 
 
-def replayed(
-    run: RunFile, sign: Callable[[bytes], bytes], journal: Journal, now_s: float, epoch: int
-) -> PlainRun | PipelineRun:
-    """Return the coordinator's machine in the state that the journal tells."""
+def last_record(journal: Journal) -> AccessRecord | None:
+    """Return the newest access record of a journal, if it has any."""
+    count = journal.access_count
+    return journal.access_records(count - 1, 1)[0] if count else None
+
+
+def resumed(
+    run: RunFile, identity: Identity, journal: Journal, now_s: float, epoch: int
+) -> tuple[PlainRun | PipelineRun, AccessTrail]:
+    """Return the coordinator's machine in the state that the journal tells, and the trail of access that goes on there.
+
+    Takes as long as the journal is."""
     kind = PlainRun if run.pipeline is None else PipelineRun
-    machine: PlainRun | PipelineRun = kind(run, sign, now_s, epoch)
+    machine: PlainRun | PipelineRun = kind(run, identity.sign, now_s, epoch)
     machine.log.replay(machine.scope if isinstance(machine, PlainRun) else machine, journal.read(0), now_s)
-    return machine
+    return machine, AccessTrail(run.hash, identity.sign, last_record(journal))

@@ -28,7 +28,7 @@ from shoal.swarm.coordinator.events import (
 )
 from shoal.swarm.coordinator.journal import EPOCH_STEP
 from shoal.swarm.coordinator.record_log import NO_CHECK, RESTORE, RecordFile, free_name, pack_file
-from shoal.swarm.errors import RunFileError, StorageError
+from shoal.swarm.errors import DamagedRecords, RunFileError, StorageError
 from shoal.swarm.protocol.access_records import AccessRecord
 
 log = logging.getLogger(__name__)
@@ -85,9 +85,9 @@ class JournalFiles:
         head, archive = self.journal.head, self.archive
         same = head.get("run_hash") == archive.head.get("run_hash")
         if not same or head.get("archive_check") != archive.check_after(self.archived):
-            raise StorageError(f"{archive.path} does not belong to {self.journal.path}. {RESTORE}")
+            raise DamagedRecords(f"{archive.path} does not belong to {self.journal.path}. {RESTORE}")
         if self.compacted and self.journal.kinds[:1] != bytes([SNAPSHOT]):
-            raise StorageError(f"{self.journal.path}: does not begin with a snapshot. {RESTORE}")
+            raise DamagedRecords(f"{self.journal.path}: does not begin with a snapshot. {RESTORE}")
         self.fresh = [number for number, kind in enumerate(self.journal.kinds) if kind == VERDICT]
         """The journal's records that have verdicts, for the rounds from ``archived`` on."""
         # A crash during a compaction leaves verdicts in both files.
@@ -95,12 +95,12 @@ class JournalFiles:
             if round_number - self.archived >= len(self.fresh):
                 if live:
                     return
-                raise StorageError(
+                raise DamagedRecords(
                     f"{archive.path}: has {len(archive.offsets)} verdicts, of which {self.journal.path} knows "
                     f"{self.archived + len(self.fresh)}: the journal is an outdated copy, or its end is lost. {RESTORE}"
                 )
             if self._archived_verdicts(round_number) != self.fresh_verdicts(round_number):
-                raise StorageError(f"{archive.path}: tells another history than {self.journal.path}. {RESTORE}")
+                raise DamagedRecords(f"{archive.path}: tells another history than {self.journal.path}. {RESTORE}")
 
     @property
     def run_hash(self) -> bytes:
@@ -180,7 +180,7 @@ class JournalFiles:
         try:
             return AccessRecord.model_validate(msgpack.unpackb(self.access.read(number), use_list=False))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise StorageError(f"{self.access.path}: record {number} cannot be read: {error}. {RESTORE}") from error
+            raise DamagedRecords(f"{self.access.path}: record {number} cannot be read: {error}. {RESTORE}") from error
 
     def keep_access(self, events: Iterable[JournalEvent]) -> None:
         """Append the access records among events of the journal that their file lacks. Raises ``OSError``."""
@@ -193,7 +193,7 @@ class JournalFiles:
             durable.put(path, pack_file("access", {"run_hash": self.run_hash}, []))
             self.access = RecordFile(path, "access", writable=True)
         if [one.number for one in records] != list(range(self.access_count, self.access_count + len(records))):
-            raise StorageError(f"{path}: ends after {self.access_count} records, and lacks others. {RESTORE}")
+            raise DamagedRecords(f"{path}: ends after {self.access_count} records, and lacks others. {RESTORE}")
         self.access.append([(EVENTS, msgpack.packb(one.model_dump())) for one in records])
 
     def close(self) -> None:
@@ -233,21 +233,21 @@ def events_of(file: RecordFile, number: int) -> list[JournalEvent]:
     except (ValueError, msgpack.UnpackException, StorageError) as error:
         if isinstance(error, StorageError) and str(file.path) in str(error):
             raise
-        raise StorageError(f"{file.path}: record {number} cannot be read: {error}") from error
+        raise DamagedRecords(f"{file.path}: record {number} cannot be read: {error}") from error
 
 
 def _of_round(events: Sequence[JournalEvent], round_number: int, file: RecordFile) -> dict[int, VerdictGiven]:
     """Return the verdicts among the events of a record, by scope; they must be of this round."""
     given = verdicts_in(events)
     if {event.verdict.round for event in given.values()} != {round_number}:
-        raise StorageError(f"{file.path}: the verdict of round {round_number} is not where it should be. {RESTORE}")
+        raise DamagedRecords(f"{file.path}: the verdict of round {round_number} is not where it should be. {RESTORE}")
     return given
 
 
 def _number(file: RecordFile, name: str) -> int:
     value = file.head.get(name)
     if not isinstance(value, int) or value < 0:
-        raise StorageError(f"{file.path}: its head has no {name}. {RESTORE}")
+        raise DamagedRecords(f"{file.path}: its head has no {name}. {RESTORE}")
     return value
 
 
@@ -430,7 +430,7 @@ def _create(folder: Path, run_hash: bytes, run_toml: str) -> None:
     archive = RecordFile(verdicts, "verdicts", writable=False)
     archive.close()
     if archive.offsets:
-        raise StorageError(f"{journal}: is missing, but {verdicts} is there. {RESTORE}")
+        raise DamagedRecords(f"{journal}: is missing, but {verdicts} is there. {RESTORE}")
     head = {
         "run_hash": run_hash,
         "run_toml": run_toml,
@@ -557,9 +557,9 @@ class Backup:
             return
         try:
             if theirs.run_hash != files.run_hash:
-                raise StorageError(f"{self.folder} is the backup of another run: give --backup another folder")
+                raise DamagedRecords(f"{self.folder} is the backup of another run: give --backup another folder")
             if not _continues(files, theirs):
-                raise StorageError(
+                raise DamagedRecords(
                     f"{self.folder}: this backup, in round {theirs.rounds}, has records that {files.folder}, in round "
                     f"{files.rounds}, lacks: the latter is an outdated copy. To go on from the backup, give its folder "
                     "as --state; to go on from the outdated copy all the same, give --backup another folder"

@@ -25,7 +25,7 @@ from typing import Any
 import msgpack
 
 from shoal.swarm import durable
-from shoal.swarm.errors import StorageError
+from shoal.swarm.errors import DamagedRecords, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class RecordFile:
             raise
         if len(self.offsets) < least:
             self.close()
-            raise StorageError(f"{path}: ends after {len(self.offsets)} of at least {least} records. {RESTORE}")
+            raise DamagedRecords(f"{path}: ends after {len(self.offsets)} of at least {least} records. {RESTORE}")
 
     # Reading ----------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class RecordFile:
         title = _title(name)
         found = os.pread(self._descriptor, len(title), 0)
         if found != title:
-            raise StorageError(f"{self.path}: {_other_title(name, found)}")
+            raise DamagedRecords(f"{self.path}: {_other_title(name, found)}")
         self.size_bytes = len(title)
 
     def _scan(self) -> _Damage | None:
@@ -152,7 +152,7 @@ class RecordFile:
     def _judge(self, damage: _Damage, least: int) -> None:
         rest = self._from(damage)
         if not self.head or damage.number < least or _has_record(rest):
-            raise StorageError(f"{self._where(damage)}. {RESTORE}")
+            raise DamagedRecords(f"{self._where(damage)}. {RESTORE}")
 
     def _where(self, damage: _Damage) -> str:
         return f"{self.path}: record {damage.number} at byte {damage.offset_bytes} is damaged ({damage.what})"
@@ -170,7 +170,7 @@ class RecordFile:
             raise StorageError(f"{self.path}: cannot be read: {error}") from error
         payload = data[_HEADER.size : -CHECK_BYTES]
         if pack_record(self.kinds[number], data[9 : _HEADER.size], payload) != data:
-            raise StorageError(f"{self.path}: record {number} at byte {start} is damaged. {RESTORE}")
+            raise DamagedRecords(f"{self.path}: record {number} at byte {start} is damaged. {RESTORE}")
         return payload
 
     def check_after(self, records: int) -> bytes:
@@ -243,9 +243,9 @@ def unpack_map(payload: bytes, path: Path) -> dict[str, Any]:
     try:
         value = msgpack.unpackb(payload)
     except (ValueError, msgpack.UnpackException) as error:
-        raise StorageError(f"{path}: its head cannot be read: {error}") from error
+        raise DamagedRecords(f"{path}: its head cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise StorageError(f"{path}: its head cannot be read")
+        raise DamagedRecords(f"{path}: its head cannot be read")
     return value
 
 

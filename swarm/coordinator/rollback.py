@@ -11,7 +11,7 @@ import msgpack
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.trust import counting
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import StorageError
+from shoal.swarm.errors import DamagedRecords
 from shoal.swarm.sample_ranges import Ranges
 
 
@@ -69,11 +69,11 @@ class History:
 
     @classmethod
     def unpack(cls, data: bytes) -> History:
-        """Return the history of ``pack``'s bytes. Raises ``StorageError`` if this release cannot read them."""
+        """Return the history of ``pack``'s bytes. Raises ``DamagedRecords`` if this release cannot read them."""
         try:
             return cls([CommittedRound(*one) for one in msgpack.unpackb(data, use_list=False)])
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise StorageError(f"the journal has a history that this release cannot read: {error}") from error
+            raise DamagedRecords(f"the journal has a history that this release cannot read: {error}") from error
 
 
 @dataclass(frozen=True)

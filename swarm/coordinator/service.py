@@ -15,7 +15,7 @@ from shoal.swarm.coordinator.access_trail import AccessTrail
 from shoal.swarm.coordinator.events import JournalEvent, verdicts_in
 from shoal.swarm.coordinator.evidence_intake import EvidenceIntake, is_whole
 from shoal.swarm.coordinator.history_reader import HistoryReader
-from shoal.swarm.coordinator.host_commands import HostCommands, last_record, read_records, replayed
+from shoal.swarm.coordinator.host_commands import HostCommands, read_records
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
@@ -575,8 +575,16 @@ class CoordinatorService:
     the run cannot go on from: its journal has failed, or one of its handlers."""
 
     def __init__(
-        self, run_toml: str, run: RunFile, identity: Identity, node: Node, journal: Journal, epoch: int
+        self,
+        run_toml: str,
+        run: RunFile,
+        identity: Identity,
+        node: Node,
+        journal: Journal,
+        machine: PlainRun | PipelineRun,
+        trail: AccessTrail,
     ) -> None:
+        """``machine``, ``trail``: as ``resumed`` returns them for the journal."""
         self.name = run.run.name
         self.identity = identity
         self.node = node
@@ -595,7 +603,7 @@ class CoordinatorService:
         self._announced = -1
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers: list[Callable[[JournalEvent], None]] = []
-        self.run = replayed(run, identity.sign, journal, time.monotonic(), epoch)
+        self.run = machine
         self.scope: RoundScope | PipelineRun = self.run.scope if isinstance(self.run, PlainRun) else self.run
         """The run's own scope, number 0."""
         self.relays: Callable[[], Awaitable[tuple[SignedRelay, ...]]] = _no_relays
@@ -609,7 +617,7 @@ class CoordinatorService:
         """Warning of stages with one replica that was logged last."""
         self._apart = ""
         """Warning of members that cannot meet that was logged last."""
-        self._trail = AccessTrail(run.hash, identity.sign, last_record(journal))
+        self._trail = trail
         self.run.log.start(self.scope)
         self._set_clock()
         self._open_stages()

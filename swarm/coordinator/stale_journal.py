@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.errors import StorageError, WireError
+from shoal.swarm.errors import DamagedRecords, WireError
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
@@ -24,10 +24,10 @@ def check_ours(verdict: Verdict, run_hash: bytes, host_key: bytes) -> None:
         raise WireError("this verdict was given in another run")
 
 
-def stale_journal_error(location: str, shown_round: int, open_round: int) -> StorageError:
+def stale_journal_error(location: str, shown_round: int, open_round: int) -> DamagedRecords:
     """Make the error with which a coordinator stops. ``location``: of the journal; ``open_round``: the first round
     without a verdict in it; ``shown_round``: the one whose verdict a member has shown."""
-    return StorageError(
+    return DamagedRecords(
         f"{location}: this is an outdated copy: a member has the verdict of round {shown_round}, signed by this host, "
         f"and the journal ends before round {open_round}. Start again from the newest copy: the folder of the machine "
         "that hosted the run last, or its backup (shoal host RUN.toml --state BACKUP). Members wait for it"

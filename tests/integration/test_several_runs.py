@@ -75,7 +75,7 @@ def test_two_runs_share_a_port_and_nothing_else(swarm: Swarm) -> None:
     data[len(data) // 3] ^= 0xFF
     path.write_bytes(bytes(data))
     runs.process.start()
-    runs.process.says("the run reef cannot go on", START_S)
+    runs.process.says("the run reef cannot go on", START_S)  # said once: a person has to mend it
     members["kelp"].committed(after=rounds["kelp"] + 1, within_s=ROUNDS_S)
     assert members["reef"].running
     assert members["kelp"].leave()

@@ -1,6 +1,9 @@
 """Whose keys a host uses, and what it leaves in its folder and in the backup."""
 
 import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,10 @@ from tests.swarm.coordinator.stories import RUN, story
 from tests.swarm.coordinator.world import SIGNER
 
 from shoal.peer.cli.host import Hosting, HostOptions, check_keys, host, host_identity
-from shoal.swarm.coordinator.local_journal import Backup
-from shoal.swarm.errors import IdentityError, UserError
+from shoal.peer.cli.supervisor import Restarts
+from shoal.swarm.aio import Changes
+from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, LocalJournal
+from shoal.swarm.errors import DamagedRecords, FolderInUse, HostCrashed, IdentityError, StorageError, UserError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.run_file import load_run_file
 
@@ -100,3 +105,129 @@ def test_several_runs_do_not_share_the_file_of_a_card(state: Path, tmp_path: Pat
 
     with pytest.raises(UserError, match="name a folder"):
         asyncio.run(host(runs, options, started, lambda _: None))
+
+
+class SeveralRuns:
+    """A host of several runs in this process, with what it logs; the journals' leases are counted."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        self.folder, self._caplog = folder, caplog
+        self.files: list[Path] = []
+        self.leases: Counter[str] = Counter()
+        self.faults: dict[str, list[Exception]] = {}
+        lease = LocalJournal.lease
+
+        def counted(journal: LocalJournal) -> int:
+            name = Path(journal.location).name
+            self.leases[name] += 1
+            if self.faults.get(name):
+                raise self.faults[name].pop()
+            return lease(journal)
+
+        monkeypatch.setattr(LocalJournal, "lease", counted)
+        monkeypatch.setattr("shoal.peer.cli.host.Restarts", lambda: Restarts(most=3, first_pause_s=0.001))
+
+    def add(self, name: str, text: str = "") -> Path:
+        path = self.folder / f"{name}.toml"
+        path.write_text(text or f'[run]\nname = "{name}"\n[recipe]\nname = "own"\n[round]\ntokens = 1\n')
+        self.files.append(path)
+        return path
+
+    def said(self, *words: str) -> list[str]:
+        lines = [one.getMessage() for one in self._caplog.records]
+        return [line for line in lines if all(word in line for word in words)]
+
+    async def serve(self, started: int, until: Callable[[], bool] = lambda: True) -> None:
+        """Host until so many runs were announced, and ``until`` holds. Raises what ends the host before."""
+        names: list[str] = []
+        changes, loop = Changes(), asyncio.get_running_loop()
+
+        class Listener(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                loop.call_soon_threadsafe(changes.announce)
+
+        def announced(one: Hosting) -> None:
+            names.append(one.invite.run)
+            changes.announce()
+
+        listener = Listener()
+        logging.getLogger().addHandler(listener)
+        try:
+            options = HostOptions(None, self.folder / "state", ("127.0.0.1", 0), relay=False)
+            hosting = asyncio.create_task(host(self.files, options, announced, lambda _: None))
+            hosting.add_done_callback(lambda _: changes.announce())
+            async with asyncio.timeout(30):
+                await changes.until(lambda: hosting.done() or (len(names) >= started and until()))
+            if hosting.done():
+                await hosting
+            hosting.cancel()
+            await asyncio.gather(hosting, return_exceptions=True)
+        finally:
+            logging.getLogger().removeHandler(listener)
+
+
+@pytest.fixture
+def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> SeveralRuns:
+    return SeveralRuns(tmp_path, monkeypatch, caplog)
+
+
+def damage_journal(runs: SeveralRuns) -> str:
+    asyncio.run(runs.serve(2))
+    path = runs.folder / "state" / "reef" / JOURNAL
+    data = bytearray(path.read_bytes())
+    data[100] ^= 0xFF  # in the head; a damaged end would be repaired
+    path.write_bytes(bytes(data))
+    return f"the run reef cannot go on: {path}"
+
+
+def change_settings(runs: SeveralRuns) -> str:
+    asyncio.run(runs.serve(2))
+    runs.files[0].write_text(runs.files[0].read_text().replace("tokens = 1", "tokens = 2"))
+    return "other settings"
+
+
+def lose_the_keys(runs: SeveralRuns) -> str:
+    asyncio.run(runs.serve(2))
+    (runs.folder / "state" / "reef" / "identity").unlink()
+    return "identity is missing"
+
+
+def spoil_the_file(runs: SeveralRuns) -> str:
+    runs.files[0].write_text("[run\n")
+    return "reef.toml"
+
+
+@pytest.mark.parametrize("fault", [damage_journal, change_settings, lose_the_keys, spoil_the_file])
+def test_a_fault_that_does_not_pass_is_said_once_and_others_are_served(
+    several: SeveralRuns, fault: Callable[[SeveralRuns], str]
+) -> None:
+    for name in ("reef", "kelp"):
+        several.add(name)
+    words = fault(several)
+    several.leases.clear()
+    asyncio.run(several.serve(1, lambda: bool(several.said(words))))
+    assert len(several.said(words)) == 1
+    assert several.leases["reef"] <= 1
+    assert several.leases["kelp"] == 1
+    assert not several.said("begins again")
+
+
+def test_a_fault_that_passes_is_tried_again(several: SeveralRuns) -> None:
+    for name in ("reef", "kelp"):
+        several.add(name)
+    several.faults["reef"] = [StorageError("the disk is full"), FolderInUse("another one holds it")]
+    asyncio.run(several.serve(2))
+    assert several.leases == {"reef": 3, "kelp": 1}
+    assert len(several.said("the run reef", "begins again")) == 2
+
+
+def test_a_host_whose_runs_are_all_at_fault_ends(several: SeveralRuns) -> None:
+    for name in ("reef", "kelp"):
+        several.add(name)
+    several.faults = {name: [DamagedRecords("damaged")] for name in ("reef", "kelp")}
+    with pytest.raises(HostCrashed):
+        asyncio.run(several.serve(1))
+    for path in several.files:
+        path.write_text("")
+    with pytest.raises(HostCrashed, match="none of the run files"):
+        asyncio.run(several.serve(1))

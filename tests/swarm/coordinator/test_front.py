@@ -1,6 +1,7 @@
 """Several runs on one port: each caller gets its own, and one run's failure or flood is not another's."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -176,6 +177,29 @@ async def test_a_journal_that_fails_ends_its_own_run_which_goes_on_later(tmp_pat
         stop = asyncio.Event()
         stop.set()
         await hosted.services["kelp"].wait(stop)  # nothing is wrong there
+
+
+@run
+async def test_others_are_answered_while_a_long_journal_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosting(tmp_path) as hosted, Caller(hosted, "kelp") as other:
+        await other.join()
+        await hosted.end("reef")
+        was_answered = threading.Event()
+        read = Journal.read
+
+        def slow_read(journal: Journal, from_index: int = 0) -> list[JournalEvent]:
+            assert was_answered.wait(LONG_S), "nobody was answered meanwhile"
+            return read(journal, from_index)
+
+        monkeypatch.setattr(Journal, "read", slow_read)
+        beginning = asyncio.create_task(hosted.begin("reef"))
+        await asyncio.sleep(0)
+        assert await other.status()
+        was_answered.set()
+        await beginning
+        assert hosted.services["reef"].scope.round_number == 0
 
 
 @run
