@@ -174,7 +174,7 @@ class HostRelays:
         certificate = self._identity.certify(self._node.control.keys)
         registrations = []
         for url in urls:
-            mine = RelayCredentials(self._identity, certificate, None, url.token)
+            mine = RelayCredentials(self._identity, self._node.control.keys, certificate, None, url.token)
             registration, task = self._node.relays.register(url.address, partial(_same, mine), changed.set)
             registrations.append(registration)
             self._registering.append(task)

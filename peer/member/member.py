@@ -191,7 +191,7 @@ class LocalMember:
             async with cls.joined(client) as member:
                 node.connections_per_link = client.run_file.averaging.streams
                 access = RelayAccess(client)
-                node.relays.credentials = access.credentials
+                node.relays.credentials, node.relays.held_credentials = access.credentials, access.held_credentials
                 background = (
                     access.run(),
                     probe_link(client, member.endpoint, member._probed),

@@ -280,7 +280,7 @@ class CoordinatorClient:
     ) -> None:
         self.node = node
         self.scope = scope
-        self.identity, self._keys = identity, keys
+        self.identity, self.keys = identity, keys
         self.invite = invite
         self.peer = identity.peer_id
         self.me = me
@@ -320,7 +320,7 @@ class CoordinatorClient:
 
     def in_scope(self, scope: int) -> CoordinatorClient:
         """A client of another scope over the same connection: ``join``, and at the end ``leave`` and ``withdraw``."""
-        client = CoordinatorClient(self.node, self.identity, self._keys, self.invite, self.me, scope)
+        client = CoordinatorClient(self.node, self.identity, self.keys, self.invite, self.me, scope)
         client._connector, client._clients, client._run = self._connector, self._clients, self._run
         self._clients.append(client)
         return client

@@ -18,7 +18,8 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.paths import PASS_S, check_relay
 from shoal.swarm.protocol.types import Address, Message
 from shoal.swarm.transport.channel import Channel
-from shoal.swarm.transport.relay.client import Registration, RelayCredentials, round_trip_s
+from shoal.swarm.transport.relay.choice import choose
+from shoal.swarm.transport.relay.client import Registration, RelayCredentials, measure
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,12 @@ class RelayAccess:
             else:
                 known.append(relay.address)
         self._relays = tuple(known)
-        self._credentials = RelayCredentials(client.identity, client.certificate, answer.relay_pass)
+        self._credentials = RelayCredentials(client.identity, client.keys, client.certificate, answer.relay_pass)
         self._expires_s = asked_s + PASS_S
+
+    def held_credentials(self) -> RelayCredentials | None:
+        """The pass that is here, if it is still valid."""
+        return self._credentials if time.monotonic() <= self._expires_s else None
 
     def _current(self) -> RelayCredentials:
         assert self._credentials is not None, "asked before registering"
@@ -113,7 +118,7 @@ class RelayAccess:
                     if relay not in registrations:
                         registrations[relay] = client.node.relays.register(relay, self._current, changed.set)
                 changed.clear()
-                await self._show([relay for relay, (one, _) in registrations.items() if one.is_registered])
+                await self._show([relay for relay in wanted if registrations[relay][0].is_registered])
                 is_met = client.reachable or bool(client.relays)
                 pause_s = _LOOK_S if is_met else min(2 * pause_s, _LOOK_S)
                 with suppress(TimeoutError):
@@ -124,14 +129,13 @@ class RelayAccess:
                 task.cancel()
 
     async def _wanted(self) -> tuple[Address, ...]:
-        """The relays to be registered with: none for a member that can be dialed, otherwise the nearest ones.
+        """The relays to be registered with: none for a member that can be dialed, otherwise the best ones.
 
         A pass that was needed once is renewed in time."""
         client = self._client
         is_met = client.reachable or client.me.role == "observer"
         if is_met and (self._credentials is None or time.monotonic() < self._expires_s - _RENEW_S):
             return ()
-        before = self._relays
         try:
             async with self._renewing:
                 await self._renew()
@@ -141,11 +145,10 @@ class RelayAccess:
             log.debug("the run's relays are not known: %s", error)
         if is_met:
             return ()
-        if self._relays != before and len(self._relays) > _MOST_USED:
-            trips_s = await asyncio.gather(*(round_trip_s(relay) for relay in self._relays))
-            order = sorted(range(len(trips_s)), key=trips_s.__getitem__)
-            self._relays = tuple(self._relays[number] for number in order)
-        return self._relays[:_MOST_USED]
+        if len(self._relays) < 2:
+            return self._relays
+        measures = await asyncio.gather(*(measure(relay) for relay in self._relays))
+        return choose(dict(zip(self._relays, measures, strict=True)), client.relays, _MOST_USED)
 
     async def _show(self, relays: list[Address]) -> None:
         """Tell the coordinator over which relays this member is reached now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import hmac
 import os
 import secrets
 import stat
@@ -26,6 +27,7 @@ from shoal.swarm.protocol.types import Certificate
 
 _CERTIFICATE_CONTEXT = b"shoal curve key, version 1\0"
 _COORDINATOR_CONTEXT = b"shoal coordinator curve key, version 1"
+_POSSESSION_CONTEXT = b"shoal curve key possession, version 1\0"
 _MAX_FILE_BYTES = 65_536
 _FIELD = 2**255 - 19
 _HPKE = hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
@@ -100,6 +102,19 @@ class CurveKeys:
     @classmethod
     def from_secret(cls, secret: bytes) -> CurveKeys:
         return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
+
+    def prove(self, challenge: bytes, said: bytes) -> bytes:
+        """Prove possession of the secret key to who holds the secret key of ``challenge``: an authentication code of
+        ``said`` under the key that both agree on by Diffie-Hellman. The other side computes the same.
+
+        Raises ``NotAdmitted`` for a public key with which nothing can be agreed on."""
+        try:
+            shared = X25519PrivateKey.from_private_bytes(self.secret).exchange(
+                X25519PublicKey.from_public_bytes(challenge)
+            )
+        except ValueError:
+            raise NotAdmitted("the transport key is no key", "no proof") from None
+        return hmac.digest(shared, _POSSESSION_CONTEXT + said, "sha256")
 
 
 class Identity:

@@ -66,6 +66,7 @@ from shoal.swarm.protocol.types import (
     Port,
     Rate,
     Record,
+    RelayLoad,
     Role,
     SampleRange,
     Seconds,
@@ -831,10 +832,14 @@ class PeerToPeerWorkRepeated(Message):
 
 
 class RelayToClientHello(Message):
-    """The relay's key, a nonce to sign, and the address from which the client has connected."""
+    """The relay's key, a nonce to sign, and the address from which the client has connected.
+
+    ``challenge``: a transport key, towards which a client proves that it holds its own."""
 
     relay_key: Key
     nonce: Digest
+    challenge: Key
+    load: RelayLoad
     observed_host: Host
     observed_port: Port
 
@@ -843,11 +848,13 @@ class ClientToRelayRegister(Message):
     """Be reachable over this relay, under the certificate's CURVE key, while this connection lasts.
 
     ``relay_pass``: None for a run's host, which may have to show the operator's ``token``. ``proof``: the identity's
-    signature of ``paths.proof_bytes``."""
+    signature of ``paths.proof_bytes``; ``key_proof``: that the client holds the CURVE key, too. Anybody can certify
+    somebody else's."""
 
     certificate: Certificate
     relay_pass: RelayPass | None
     proof: Signature
+    key_proof: Digest
     token: Token = b""
 
 

@@ -416,6 +416,15 @@ class PathReport(Record):
     rtt_s: Seconds = 0.0
 
 
+class RelayLoad(Record):
+    """What a relay carries, in its own words. ``busy``: the share of what it may carry, 0 to 1."""
+
+    busy: Annotated[float, Field(ge=0, le=1)] = 0.0
+    clients: Count = 0
+    links: Count = 0
+    carried_bytes: Count = 0
+
+
 class MemberStatus(Record):
     """One member in ``shoal status``.
 

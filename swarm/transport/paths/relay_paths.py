@@ -34,25 +34,30 @@ _PUNCHES, _PUNCH_S, _PUNCH_PAUSE_S = 4, 2.0, 0.15
 
 _LEAST_PORT = 1024
 _ACCEPT_PAUSE_S = 0.1
+_MAX_DIALING = 4
 
 TakeData = Callable[[sockets.socket, str, PathKind], None]
 """Takes over a data connection that another member has opened, with the address that it comes from."""
 
 
 class Forwarder:
-    """A listener on loopback: each connection to it becomes one over a relay, to the holder of one key."""
+    """A listener on loopback: each connection to it becomes one over a relay, to the holder of one key.
+
+    Several are made at once: libzmq gives a slow one up and connects again."""
 
     def __init__(self, dial: Callable[[], Awaitable[RelayedSocket]], tasks: asyncio.TaskGroup) -> None:
         self._dial = dial
         self._tasks = tasks
         self._splices: set[Splice] = set()
+        self._dialing: set[asyncio.Task[None]] = set()
         self._listener = listen("127.0.0.1", 0)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._task = tasks.create_task(self._serve())
 
     def close(self) -> None:
-        self._task.cancel()
+        for task in (self._task, *self._dialing):
+            task.cancel()
         self._listener.close()
         for splice in list(self._splices):
             splice.close()
@@ -65,8 +70,13 @@ class Forwarder:
             except OSError as error:  # no descriptor is left: that must not end the node
                 log.warning("cannot accept a connection of this process: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
-            else:
-                await self._forward(local)
+                continue
+            if len(self._dialing) >= _MAX_DIALING:
+                local.close()
+                continue
+            dialing = self._tasks.create_task(self._forward(local))
+            self._dialing.add(dialing)
+            dialing.add_done_callback(self._dialing.discard)
 
     async def _forward(self, local: sockets.socket) -> None:
         """Connect one local connection onwards; libzmq tries again when it is closed."""
@@ -91,6 +101,8 @@ class RelayPaths:
     def __init__(self, tasks: asyncio.TaskGroup, origins: Origins, take_data: TakeData) -> None:
         self.credentials: Callable[[], Awaitable[RelayCredentials | None]] = _none
         """Returns what to show to relays; None while this process is no member of the run."""
+        self.held_credentials: Callable[[], RelayCredentials | None] = lambda: None
+        """Returns what of that is valid and here, without asking anybody."""
         self.listens_at = ("127.0.0.1", 0)
         """Where this machine itself reaches our control plane."""
         self.punches = True
@@ -113,7 +125,8 @@ class RelayPaths:
     def forwarder_to(self, key: bytes, relays: tuple[Address, ...], *, as_guest: bool = False) -> int:
         """The port of the local forwarder to the holder of ``key``, which is registered with these relays.
 
-        ``as_guest``: without credentials. The coordinator must be reached without them, as they come from it."""
+        ``as_guest``: with those credentials alone that are here. The coordinator is reached so, as they come from it;
+        relays have more room for members than for newcomers."""
         known = self._forwarders.get(key)
         if known is not None:
             known[1][:] = relays
@@ -141,8 +154,13 @@ class RelayPaths:
 
         async def attempt(relay: Address) -> None:
             try:
-                shown = None if as_guest else await self.credentials()
-                found.append(await call(relay, key, plane, shown))
+                shown = self.held_credentials() if as_guest else await self.credentials()
+                try:
+                    found.append(await call(relay, key, plane, shown))
+                except LinkError:
+                    if not as_guest or shown is None:
+                        raise
+                    found.append(await call(relay, key, plane, None))  # the pass may be what is wrong
             except LinkError as error:
                 self._failed[relay] = loop.time()
                 troubles.append(error)

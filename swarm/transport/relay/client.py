@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket as sockets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from shoal.swarm.errors import LinkClosed, LinkError, NotAdmitted, ShoalError, Unreachable, WireError
 from shoal.swarm.protocol.addresses import join_host_port
-from shoal.swarm.protocol.identity import Identity, verify_signature
+from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_signature
 from shoal.swarm.protocol.messages import (
     ClientToRelayAccept,
     ClientToRelayConnect,
@@ -26,6 +25,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.paths import Plane, RelayPass, introduction_bytes, proof_bytes
 from shoal.swarm.protocol.types import Address, Certificate, Message
+from shoal.swarm.transport.relay.choice import RelayMeasure
 from shoal.swarm.transport.relay.framing import receive, send
 from shoal.swarm.transport.relay.server import MAX_TICKETS_PER_CLIENT, REQUEST_S, SILENT_S, token_proof
 from shoal.swarm.transport.tcp.sockets import connect, shortest_round_trip_s, tune_relayed
@@ -41,9 +41,11 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 15.0
 
 @dataclass(frozen=True)
 class RelayCredentials:
-    """What a client shows to relays. ``relay_pass``: None for a run's host; ``token``: the operator's, for a host."""
+    """What a client shows to relays. ``keys``: those of its control plane, which the certificate names; ``relay_pass``:
+    None for a run's host; ``token``: the operator's, for a host."""
 
     identity: Identity
+    keys: CurveKeys
     certificate: Certificate
     relay_pass: RelayPass | None = None
     token: bytes = b""
@@ -79,15 +81,16 @@ async def _dial(relay: Address) -> tuple[sockets.socket, RelayToClientHello]:
     return socket, hello
 
 
-async def round_trip_s(relay: Address) -> float:
-    """How long a relay takes to answer; infinite if it does not."""
+async def measure(relay: Address) -> RelayMeasure | None:
+    """Measure the round trip to a relay, which says what it carries; None if it does not answer."""
     try:
         async with asyncio.timeout(CALL_S):
-            socket, _ = await _dial(relay)
-    except (ShoalError, TimeoutError, OSError):
-        return math.inf
+            socket, hello = await _dial(relay)
+    except (ShoalError, TimeoutError, OSError) as error:
+        log.debug("the relay %s does not answer: %s", relay, error)
+        return None
     with socket:
-        return shortest_round_trip_s(socket)
+        return RelayMeasure(shortest_round_trip_s(socket), hello.load)
 
 
 def _connected(socket: sockets.socket, relay: Address, plane: Plane, told: RelayToClientConnected) -> RelayedSocket:
@@ -181,6 +184,7 @@ class Registration:
                 certificate=mine.certificate,
                 relay_pass=mine.relay_pass,
                 proof=mine.identity.sign(said),
+                key_proof=mine.keys.prove(hello.challenge, said),
                 token=token_proof(mine.token, said) if mine.token else b"",
             )
             async with asyncio.timeout(CALL_S):

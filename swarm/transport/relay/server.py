@@ -13,6 +13,7 @@ import random
 import secrets
 import socket as sockets
 import time
+import traceback
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 from shoal.swarm.errors import LinkClosed, LinkError, NotAdmitted, ShoalError, TryLater, Unreachable, WireError
 from shoal.swarm.protocol.addresses import network_of, plain_host
-from shoal.swarm.protocol.identity import Identity, verify_certificate, verify_signature
+from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate, verify_signature
 from shoal.swarm.protocol.messages import (
     ClientToRelayAccept,
     ClientToRelayConnect,
@@ -33,7 +34,7 @@ from shoal.swarm.protocol.messages import (
     RelayToClientRegistered,
 )
 from shoal.swarm.protocol.paths import RelayPass, check_pass, introduction_bytes, proof_bytes
-from shoal.swarm.protocol.types import Certificate, Message
+from shoal.swarm.protocol.types import Certificate, Message, RelayLoad
 from shoal.swarm.transport.limits.caller_limits import StrangerPlaces
 from shoal.swarm.transport.relay.books import MAX_CLIENTS, MAX_REGISTRATIONS_PER_HOST, RelayBooks
 from shoal.swarm.transport.relay.framing import receive, send, send_error
@@ -58,7 +59,7 @@ _REPORT_S, _SWEEP_S = 60.0, 5.0
 _KNOWN_HOST_S = 3600.0
 """For so long after its last registration members of a host's runs are admitted: the host may be about to return."""
 
-_MAX_HOSTS = 256
+_MAX_HOSTS, _MAX_FAULTS = 256, 64
 _DIAL_MARGIN_S = 0.05
 
 
@@ -97,13 +98,14 @@ class HostPolicy:
     def __init__(self, known: Collection[bytes] = (), token: bytes = b"", *, is_open: bool = False) -> None:
         """``token``: empty if hosts cannot register."""
         self.token = token
-        self._known, self._is_open = frozenset(known), is_open
+        self.is_open = is_open
+        self._known = frozenset(known)
         self._registered_s: dict[bytes, float] = {}
 
     def check_registration(self, host_key: bytes, shown: bytes, said: bytes, now_s: float) -> None:
         """Check whether a host may register that has shown this token for what it ``said``. Raises ``NotAdmitted``."""
         is_shown = bool(self.token) and hmac.compare_digest(shown, token_proof(self.token, said))
-        if not (is_shown or self._is_open or host_key in self._known):
+        if not (is_shown or self.is_open or host_key in self._known):
             raise NotAdmitted("this relay does not serve this host: ask its operator for the address with the token")
         self.note(host_key, now_s)
 
@@ -116,7 +118,7 @@ class HostPolicy:
 
     def serves(self, host_key: bytes, now_s: float) -> bool:
         """Whether members of this host's runs are admitted."""
-        if self._is_open or host_key in self._known:
+        if self.is_open or host_key in self._known:
             return True
         return now_s - self._registered_s.get(host_key, -_KNOWN_HOST_S) < _KNOWN_HOST_S
 
@@ -138,7 +140,9 @@ class RelayServer:
         self._clients_of_host: Counter[bytes] = Counter()
         self._calls: dict[bytes, _Call] = {}
         self._splices: set[Splice] = set()
-        self._last_report_bytes = 0
+        self._challenge = CurveKeys.fresh()
+        self._faults = set[str]()
+        """Kinds of errors of our own that were logged."""
         self._strangers = StrangerPlaces[sockets.socket](_MAX_STRANGERS, random.Random(), lambda one: 0)
 
     async def serve(self, listener: sockets.socket) -> None:
@@ -202,9 +206,7 @@ class RelayServer:
             tune_relayed(socket)
             nonce = secrets.token_bytes(32)
             async with asyncio.timeout(REQUEST_S):
-                key, (host, port) = self.identity.public_key, address
-                hello = RelayToClientHello(relay_key=key, nonce=nonce, observed_host=host, observed_port=port)
-                await send(socket, hello)
+                await send(socket, self._hello(nonce, address))
                 request = await receive(socket, Message)
             self._strangers.remove(socket)
             match request:
@@ -228,10 +230,36 @@ class RelayServer:
             with suppress(LinkError, TimeoutError, OSError):
                 async with asyncio.timeout(_SEND_S):
                     await send_error(socket, error)
+        except Exception as error:  # a fault of ours: it ends this connection, and no others
+            self._refuse("faults")
+            kind = f"{type(error).__name__} at {_line_of(error)}"
+            if kind not in self._faults and len(self._faults) < _MAX_FAULTS:
+                self._faults.add(kind)
+                log.exception("a connection from %s was ended by a fault of this relay, said once", address[0])
         finally:
             self._strangers.remove(socket)
             if not is_kept:
                 socket.close()
+
+    def _hello(self, nonce: bytes, address: tuple[str, int]) -> RelayToClientHello:
+        return RelayToClientHello(
+            relay_key=self.identity.public_key,
+            nonce=nonce,
+            challenge=self._challenge.public,
+            load=self.load(),
+            observed_host=address[0],
+            observed_port=address[1],
+        )
+
+    def load(self) -> RelayLoad:
+        """What this relay carries."""
+        books = self.books
+        return RelayLoad(
+            busy=max(books.busy(time.monotonic()), self._clients_of_host.total() / MAX_CLIENTS),
+            clients=self._clients_of_host.total(),
+            links=books.open_links.total(),
+            carried_bytes=books.carried.sent_bytes,
+        )
 
     def _accept(self, ticket: bytes, socket: sockets.socket, address: tuple[str, int]) -> bool:
         call = self._calls.pop(ticket, None)
@@ -245,6 +273,8 @@ class RelayServer:
     async def _register(self, socket: sockets.socket, host: str, ask: ClientToRelayRegister, nonce: bytes) -> None:
         certificate, shown = ask.certificate, ask.relay_pass
         said = proof_bytes(self.identity.public_key, nonce, "register", certificate.curve_key)
+        if not hmac.compare_digest(self._challenge.prove(certificate.curve_key, said), ask.key_proof):
+            raise NotAdmitted("the client has not proved that it holds its transport key", "no proof")
         if shown is None:
             verify_certificate(certificate)
             self._check_proof(certificate, ask.proof, said)
@@ -298,17 +328,19 @@ class RelayServer:
         self, socket: sockets.socket, address: tuple[str, int], ask: ClientToRelayConnect, nonce: bytes
     ) -> None:
         caller, caller_key = self._caller(ask, nonce, address[0])
-        self.books.count_call(caller, time.monotonic())
+        is_guest = ask.relay_pass is None
+        self.books.count_call(caller, time.monotonic(), is_guest=is_guest)
         alike = self._clients.get(ask.target, {}).values()
         target = next((client for client in alike if self._may_call(ask, client)), None)
         if target is None:
             raise Unreachable("nobody is registered here under this key")
-        self.books.open_link(caller)
+        if self.policy.is_open:
+            self.books.check_share(target.host_key)
+        self.books.open_link(caller, target.host_key, is_guest=is_guest)
         try:
-            is_guest = ask.relay_pass is None
             await self._splice(socket, address, target, (caller, caller_key), ask, is_guest=is_guest)
         finally:
-            self.books.close_link(caller)
+            self.books.close_link(caller, target.host_key, is_guest=is_guest)
 
     def _caller(self, ask: ClientToRelayConnect, nonce: bytes, host: str) -> tuple[bytes, bytes]:
         """Whose limits apply, and the caller's CURVE key, zeros for a newcomer. Raises ``NotAdmitted``."""
@@ -410,3 +442,9 @@ def _end(socket: sockets.socket) -> None:
     """Shut a connection down; the task that reads it then closes it."""
     with suppress(OSError):
         socket.shutdown(sockets.SHUT_RDWR)
+
+
+def _line_of(error: BaseException) -> str:
+    """Where an error was raised, as a file and a line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -147,6 +147,13 @@ class Splice:
         self._loop.add_reader(self._sockets[direction], self._pass_on, direction)
 
     def _pass_on(self, direction: int) -> None:
+        try:
+            self._pass_some_on(direction)
+        except Exception:  # a fault of ours: the event loop says it, once, as nothing is read here any more
+            self.close()
+            raise
+
+    def _pass_some_on(self, direction: int) -> None:
         source, to = self._sockets[direction], self._sockets[1 - direction]
         buffer = _buffers.take()
         try:

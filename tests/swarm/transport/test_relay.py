@@ -24,7 +24,7 @@ from shoal.swarm.transport.tcp import splice
 from shoal.swarm.transport.tcp.sockets import listen
 from shoal.swarm.transport.tcp.splice import Splice
 
-RUN = b"r" * 32
+RUN, HOST_KEY = b"r" * 32, b"h" * 32
 STATE = Blob(kind="state", number=1)
 
 
@@ -36,9 +36,14 @@ class Relay:
 
 @asynccontextmanager
 async def relay_of(
-    host: Identity, limits: RelayLimits | None = None, token: bytes = b"", *, known: bool = True
+    host: Identity,
+    limits: RelayLimits | None = None,
+    token: bytes = b"",
+    *,
+    known: bool = True,
+    is_open: bool = False,
 ) -> AsyncIterator[Relay]:
-    policy = HostPolicy([host.public_key] if known else [], token)
+    policy = HostPolicy([host.public_key] if known else [], token, is_open=is_open)
     server = RelayServer(Identity.generate(), policy, RelayBooks(limits or RelayLimits()))
     listener = listen(HOST, 0)
     serving = asyncio.create_task(server.serve(listener))
@@ -52,7 +57,7 @@ async def relay_of(
 def credentials(host: Identity, member: Member, run_hash: bytes = RUN, valid_s: int = 600) -> RelayCredentials:
     certificate = member.identity.certify(member.keys)
     shown = make_pass(host.sign, host.public_key, run_hash, certificate, int(time.time()) + valid_s)
-    return RelayCredentials(member.identity, certificate, shown)
+    return RelayCredentials(member.identity, member.keys, certificate, shown)
 
 
 async def use(member: Member, relay: Relay, host: Identity, *, registered: bool = True) -> None:
@@ -175,10 +180,17 @@ async def test_members_of_other_runs_and_without_a_valid_pass_are_refused() -> N
             "expired": credentials(host, stranger, valid_s=-1000),
             "of another run": other_run,
             "of another host": credentials(Identity.generate(), stranger),
-            "somebody else's": RelayCredentials(stranger.identity, good.certificate, credentials(host, a).relay_pass),
-            "stolen": RelayCredentials(stranger.identity, a.identity.certify(a.keys), credentials(host, a).relay_pass),
+            "somebody else's": RelayCredentials(
+                stranger.identity, stranger.keys, good.certificate, credentials(host, a).relay_pass
+            ),
+            "stolen": RelayCredentials(
+                stranger.identity, a.keys, a.identity.certify(a.keys), credentials(host, a).relay_pass
+            ),
             "made for another run": RelayCredentials(
-                stranger.identity, good.certificate, good.relay_pass.model_copy(update={"run_hash": b"o" * 32})
+                stranger.identity,
+                stranger.keys,
+                good.certificate,
+                good.relay_pass.model_copy(update={"run_hash": b"o" * 32}),
             ),
             "none": None,
         }
@@ -194,13 +206,13 @@ async def test_members_of_other_runs_and_without_a_valid_pass_are_refused() -> N
 async def test_no_member_takes_the_registration_of_another_one_or_of_the_host() -> None:
     async with walled() as (relay, host, (a, b)):
         host_keys = host.coordinator_keys()
-        mine = RelayCredentials(host, host.certify(host_keys))
+        mine = RelayCredentials(host, host_keys, host.certify(host_keys))
         registration, _ = b.node.relays.register(relay.address, lambda: mine, lambda: None)
         await until(lambda: registration.is_registered)
         kept = {key: dict(alike) for key, alike in relay.server._clients.items()}
         honest = credentials(host, b)
         for keys in (a.keys, host_keys):
-            lie = RelayCredentials(b.identity, b.identity.certify(keys), honest.relay_pass)
+            lie = RelayCredentials(b.identity, keys, b.identity.certify(keys), honest.relay_pass)
             trial, task = b.node.relays.register(relay.address, lambda lie=lie: lie, lambda: None)
             await until(lambda one=trial: one.is_registered or bool(one.trouble))
             assert not trial.is_registered
@@ -217,7 +229,7 @@ async def test_newcomers_call_hosts_alone_and_for_the_control_plane() -> None:
 
     async with relay_of(host, token=b"t" * 16, known=False) as relay:
         for token, is_admitted in ((b"", False), (b"u" * 16, False), (b"t" * 16, True)):
-            mine = RelayCredentials(host, host.certify(keys), None, token)
+            mine = RelayCredentials(host, keys, host.certify(keys), None, token)
             registration = Registration(relay.address, lambda mine=mine: mine, take)
             registering = asyncio.create_task(registration.run())
             await until(lambda one=registration: one.is_registered or bool(one.trouble))
@@ -231,6 +243,75 @@ async def test_newcomers_call_hosts_alone_and_for_the_control_plane() -> None:
         await taken.wait()
         with pytest.raises(Unreachable):
             await call(relay.address, keys.public, "data", None)
+        registering.cancel()
+
+
+@run
+async def test_a_host_cannot_register_under_the_key_of_another_host() -> None:
+    host, hostile, keys = Identity.generate(), Identity.generate(), CurveKeys.fresh()
+
+    async def take(relayed: RelayedSocket) -> None:
+        relayed.socket.close()
+
+    async with relay_of(host, known=False, is_open=True) as relay:
+        own_secret = CurveKeys(keys.public, CurveKeys.fresh().secret)
+        for identity, shown, is_admitted in ((hostile, own_secret, False), (hostile, keys, True), (host, keys, True)):
+            mine = RelayCredentials(identity, shown, identity.certify(shown))
+            registration = Registration(relay.address, lambda mine=mine: mine, take)
+            registering = asyncio.create_task(registration.run())
+            await until(lambda one=registration: one.is_registered or bool(one.trouble))
+            assert registration.is_registered is is_admitted
+            assert is_admitted or "transport key" in registration.trouble
+            registering.cancel()
+            await asyncio.wait([registering])
+
+
+@run
+async def test_a_fault_of_the_relay_ends_one_connection_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with walled() as (relay, host, (a, b)):
+        accept, faults = relay.server._may_call, [ZeroDivisionError("nobody has thought of this")] * 2
+
+        def may_call(*args: object) -> bool:
+            if faults:
+                raise faults.pop()
+            return accept(*args)
+
+        relay.server._may_call = may_call  # type: ignore[method-assign]
+        mine = credentials(host, a)
+        for _ in range(2):
+            with pytest.raises(Unreachable):
+                await call(relay.address, b.keys.public, "data", mine)
+        (await call(relay.address, b.keys.public, "data", mine)).socket.close()
+        assert relay.server.books.carried.refused["faults"] == 2
+        assert [one for one in caplog.records if one.exc_info] == caplog.records[-1:] != []
+
+
+@run
+async def test_members_show_their_pass_to_reach_the_coordinator_again() -> None:
+    host, keys, member = Identity.generate(), CurveKeys.fresh(), Member()
+
+    async def take(relayed: RelayedSocket) -> None:
+        relayed.socket.close()
+
+    async with relay_of(host) as relay, swarm_of(member):
+        mine = RelayCredentials(host, keys, host.certify(keys))
+        registration = Registration(relay.address, lambda: mine, take)
+        registering = asyncio.create_task(registration.run())
+        await until(lambda: registration.is_registered)
+        callers = list[bytes]()
+        count = relay.server.books.open_link
+
+        def open_link(caller: bytes, host_key: bytes, *, is_guest: bool = False) -> None:
+            callers.append(b"guest" if is_guest else caller)
+            count(caller, host_key, is_guest=is_guest)
+
+        relay.server.books.open_link = open_link  # type: ignore[method-assign]
+        paths = member.node.relays
+        good, bad = credentials(host, member), credentials(Identity.generate(), member)
+        for held in (None, good, bad):
+            paths.held_credentials = lambda held=held: held
+            (await paths.call(keys.public, (relay.address,), "control", as_guest=True)).socket.close()
+        assert callers == [b"guest", member.identity.public_key, b"guest"]
         registering.cancel()
 
 
@@ -350,6 +431,29 @@ async def test_a_forwarder_without_a_descriptor_goes_on_later() -> None:
             forwarder.close()
 
 
+@run
+async def test_a_slow_path_of_a_forwarder_holds_up_no_other_connection() -> None:
+    dials, all_of_them = 0, asyncio.Event()
+
+    async def dial() -> RelayedSocket:
+        nonlocal dials
+        dials += 1
+        if dials == 4:
+            all_of_them.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
+        forwarder = Forwarder(dial, tasks)
+        callers = [socket.create_connection((HOST, forwarder.port)) for _ in range(5)]
+        await all_of_them.wait()
+        callers[4].setblocking(False)
+        assert await asyncio.get_running_loop().sock_recv(callers[4], 1) == b"", "as many as may be are being made"
+        forwarder.close()
+        for caller in callers:
+            caller.close()
+
+
 def test_who_sends_too_much_pauses() -> None:
     books = RelayBooks(RelayLimits(bytes_s=1000.0, member_bytes_s=100.0))
     assert books.pass_on(b"a", 50, 0.0, is_guest=False) == 0.0
@@ -363,12 +467,53 @@ def test_connections_are_bounded_in_all_and_for_each_member() -> None:
     books = RelayBooks(RelayLimits(links=3, links_per_member=2))
     for _ in range(2):
         books.count_call(b"a", 0.0)
-        books.open_link(b"a")
+        books.open_link(b"a", HOST_KEY)
     with pytest.raises(TryLater, match="for you"):
         books.count_call(b"a", 0.0)
     books.count_call(b"b", 0.0)
-    books.open_link(b"b")
+    books.open_link(b"b", HOST_KEY)
     with pytest.raises(TryLater, match="as many connections"):
         books.count_call(b"c", 0.0)
-    books.close_link(b"a")
+    books.close_link(b"a", HOST_KEY)
     books.count_call(b"a", 0.0)
+
+
+def test_newcomers_leave_links_to_members_and_to_other_networks() -> None:
+    books = RelayBooks(RelayLimits(links=200))
+
+    def fill(network: bytes) -> int:
+        for count in range(1000):
+            try:
+                books.count_call(network, 1000.0 * count, is_guest=True)
+            except TryLater:
+                return count
+            books.open_link(network, HOST_KEY, is_guest=True)
+        raise AssertionError
+
+    assert [fill(name) for name in (b"n1", b"n2", b"n3")] == [33, 22, 15]
+    others = [fill(b"m%d" % number) for number in range(100)]
+    assert sum(others) == 100 - 33 - 22 - 15, "newcomers have half of the links"
+    books.count_call(b"a member", 0.0)
+    books.close_link(b"n1", HOST_KEY, is_guest=True)
+    books.count_call(b"n9", 0.0, is_guest=True)
+
+
+def test_on_an_open_relay_no_host_has_all_links() -> None:
+    books = RelayBooks(RelayLimits(links=90, links_per_member=90))
+    for _ in range(30):
+        books.check_share(b"first")
+        books.open_link(b"a", b"first")
+    with pytest.raises(TryLater, match="host"):
+        books.check_share(b"first")
+    books.check_share(b"second")
+
+
+def test_a_relay_says_how_busy_it_is() -> None:
+    books = RelayBooks(RelayLimits(bytes_s=1000.0, links=10))
+    assert books.busy(0.0) == 0.0
+    books.open_link(b"a", HOST_KEY)
+    assert books.busy(0.0) == pytest.approx(0.1)
+    for second in range(60):
+        books.pass_on(b"a", 500, float(second), is_guest=False)
+    assert books.busy(59.0) == pytest.approx(0.5, abs=0.05)
+    assert books.busy(159.0) == pytest.approx(0.1)
