@@ -14,7 +14,7 @@ from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 if TYPE_CHECKING:
     from shoal.peer.checkpoints.remote.upload import CopyDestination
     from shoal.swarm.protocol.run_file import RunFile
-    from shoal.swarm.protocol.types import Role
+    from shoal.swarm.protocol.types import Changes, Role
 
 SHOAL_HOME = Path.home() / ".shoal"
 DEFAULT_PORT = 7707
@@ -48,7 +48,8 @@ class SessionOptions:
     ``role``: ``trainer`` trains and reduces parts of the mean, ``contributor`` only trains, ``validator``
     scores the others, ``follower`` only follows; ``checkpoints``: which are kept, None for none; ``copy_to``: where
     checkpoints are copied to;
-    ``accept_amendments``: go on where the host makes the run longer than it was;
+    ``accept_amendments``: go on where the host makes the run longer than it was; ``agreed_ends``: later ends of the
+    run to which the owner has agreed, as ``RunAmended`` names them;
     ``start_from``: folder of the checkpoint that the run starts from, if this machine has it; ``data``: folders below
     which the run may read the files that it names, without any none; ``limits``: on what this process sends and
     receives, which may be changed at any time; ``on_event``: called with every event, from any thread.
@@ -65,6 +66,7 @@ class SessionOptions:
     copy_to: CopyDestination | None = None
     start_from: Path | None = None
     accept_amendments: bool = False
+    agreed_ends: Changes = ()
     data: tuple[Path, ...] = ()
     limits: TrafficLimits = field(default_factory=TrafficLimits)
     on_event: Callable[[Event], None] | None = None

@@ -145,9 +145,14 @@ class NotAccepted(UserError):
 
 
 class RunAmended(NotAccepted):
-    """The host has changed the run in a way to which the owner of this machine has not agreed."""
+    """The host has changed the run in a way to which the owner of this machine has not agreed. ``ends``: the run's
+    ends as they are now, by name, in JSON."""
 
     exit_code = 59
+
+    def __init__(self, message: str = "", ends: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.ends = ends
 
 
 class LinkError(ShoalError):

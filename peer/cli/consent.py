@@ -2,18 +2,21 @@
 
 An invite names the run's hash, so who pastes it agrees to that run: a run that reads no files needs no question. For a
 run that reads files, the owner agrees at the terminal, or with ``--accept`` where there is none. The answer is kept
-beside the run's checkpoints, for this run file and these folders.
+beside the run's checkpoints, for this run file and these folders. Where a host makes the run longer than it was, the
+owner is asked again.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import logging
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,14 +29,20 @@ from shoal.peer.recipes import Recipe
 from shoal.peer.terminal.events import count_text, number_of, printable
 from shoal.peer.training.data_files import DataFile, find_files, named_folders
 from shoal.swarm import durable
-from shoal.swarm.errors import NotAccepted, StorageError
+from shoal.swarm.errors import NotAccepted, RunAmended, StorageError
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.run_sources import file_pattern
+from shoal.swarm.protocol.types import Changes
 
 log = logging.getLogger(__name__)
 
 ACCEPTED_FILE = "accepted.json"
 """File in a peer's folder of a run that keeps the answer."""
+
+AGREED_ENDS_FILE = "agreed_ends.json"
+"""File there that keeps to which later ends of the run the owner has agreed since."""
+
+_AnswerT = TypeVar("_AnswerT", bound=BaseModel)
 
 _LEAST_DIGITS = 16
 """Hexadecimal digits of a run's hash: nobody can find a second run file with the same 64 bits by trying."""
@@ -76,9 +85,9 @@ class Consent:
         kept = _Accepted(run=digest, folders=[str(one) for one in terms.folders])
         if self._accept:
             _check_accepted(self._accept, digest)
-        elif not terms.files or _read(folder) == kept:
+        elif not terms.files or _read(folder, ACCEPTED_FILE, _Accepted) == kept:
             return
-        elif not (sys.stdin.isatty() and self._console.is_terminal):
+        elif not _somebody_is_there(self._console):
             raise NotAccepted(
                 f"the run would train on the files shown above, and there is no terminal to ask at: if you agree, "
                 f"join with --accept {digest[:_LEAST_DIGITS]}"
@@ -86,17 +95,37 @@ class Consent:
         else:
             self._ask()
         if terms.files:
-            _keep(folder, kept)
+            _keep(folder, ACCEPTED_FILE, kept)
+
+    def ask_again(self, amended: RunAmended, run_hash: bytes, folder: Path) -> None:
+        """Ask about a run that its host has made longer; return if the owner agrees, for this machine's peer, until the
+        host does so again. ``folder``: the peer's.
+
+        Raises ``amended`` if the owner does not agree, or there is nobody to ask."""
+        if not _somebody_is_there(self._console):
+            raise amended
+        self._console.print(Text(printable(str(amended)), style="yellow"))
+        if not self._says_yes("Go on? [y/N] "):
+            raise amended
+        ends = {key: json.loads(value) for key, value in amended.ends}
+        _keep(folder, AGREED_ENDS_FILE, _AgreedEnds(run=run_hash.hex(), ends=ends))
 
     def _ask(self) -> None:
-        try:
-            answer = self._console.input("Join? [y/N] ", markup=False)
-        except (EOFError, KeyboardInterrupt):
-            answer = ""
-        if answer.strip().lower() not in ("y", "yes"):
+        if not self._says_yes("Join? [y/N] "):
             raise NotAccepted(
                 "you did not agree, so the run was not joined: no file was read, and the host was told nothing"
             )
+
+    def _says_yes(self, question: str) -> bool:
+        try:
+            answer = self._console.input(question, markup=False)
+        except (EOFError, KeyboardInterrupt):
+            answer = ""
+        return answer.strip().lower() in ("y", "yes")
+
+
+def _somebody_is_there(console: Console) -> bool:
+    return sys.stdin.isatty() and console.is_terminal
 
 
 def _check_accepted(given: str, digest: str) -> None:
@@ -195,9 +224,24 @@ class _Accepted(BaseModel):
     folders: list[str]
 
 
-def _read(folder: Path) -> _Accepted | None:
+class _AgreedEnds(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    run: str
+    ends: dict[str, int | float | None]
+
+
+def agreed_ends(folder: Path, run_hash: bytes) -> Changes:
+    """Return the later ends of a run to which the owner has agreed before. ``folder``: the peer's."""
+    kept = _read(folder, AGREED_ENDS_FILE, _AgreedEnds)
+    if kept is None or kept.run != run_hash.hex():
+        return ()
+    return tuple((key, json.dumps(value)) for key, value in kept.ends.items())
+
+
+def _read(folder: Path, name: str, kind: type[_AnswerT]) -> _AnswerT | None:
     try:
-        return _Accepted.model_validate_json((folder / ACCEPTED_FILE).read_bytes())
+        return kind.model_validate_json((folder / name).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
@@ -205,9 +249,9 @@ def _read(folder: Path) -> _Accepted | None:
         return None
 
 
-def _keep(folder: Path, accepted: _Accepted) -> None:
+def _keep(folder: Path, name: str, answer: BaseModel) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        durable.put(folder / ACCEPTED_FILE, accepted.model_dump_json().encode())
+        durable.put(folder / name, answer.model_dump_json().encode())
     except OSError as error:
-        raise StorageError(f"{folder / ACCEPTED_FILE}: cannot be written: {error}") from error
+        raise StorageError(f"{folder / name}: cannot be written: {error}") from error

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from shoal.peer.event_schema import Event
 from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.swarm import durable
-from shoal.swarm.aio import in_thread, task_scope
+from shoal.swarm.aio import Changes, in_thread, task_scope
 from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.front import CoordinatorFront
 from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, JournalFiles, LocalJournal
@@ -37,6 +37,7 @@ from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import (
     NEEDS_A_PERSON,
     CorpusError,
+    DeadlineExceeded,
     DeviceError,
     HostCrashed,
     IdentityError,
@@ -326,31 +327,57 @@ async def _serve(
             beside = RelayBeside(state / RELAY_IDENTITY_FILE, place, identity.public_key)
             relays.run_beside(beside, advertised[0][0])
             ending.push_async_callback(beside.stop)
-        token = await service.printed_token()
-        invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash, token)
+
+        async def make_invite() -> Invite:
+            token = await service.printed_token()
+            return Invite(addresses, run.run.name, service.node.control.keys.public, run.hash, token)
+
+        def keep(name: str, data: bytes, mode: int = 0o644) -> None:
+            _write(state / name, data, mode)
+            if backup is not None:
+                backup.keep(name, data, mode)
+
         origin = HistoryOrigin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
         about = {
             _PORT_FILE: f"{port}\n".encode(),
             CONTROL_FILE: f"{join_host_port(own_end(options.bind[0]), port)}\n".encode(),
-            INVITE_FILE: f"{invite}\n".encode(),
             ORIGIN_FILE: pack_origin(origin),
         }
         for name, data in about.items():
-            mode = 0o600 if name == INVITE_FILE else 0o644
-            _write(state / name, data, mode)
-            if backup is not None:
-                backup.keep(name, data, mode)
+            keep(name, data)
         _write(state / RUN_FILE, text.encode())
         service.observe(report)
         scope = service.scope
         resumed = scope.round_number, scope.anchor_version
         at = card_place(options.publish, run.run.name) if options.publish else None
-        shown = at.shown if at else ""
-        on_start(Hosting(invite, run.hash, state, run.start, run.pins, *resumed, shown, key_text(identity.public_key)))
-        if at is None:
-            await service.wait(stop)
-        else:
-            await _publishing(service, invite, at, stop)
+        shown, key = at.shown if at else "", key_text(identity.public_key)
+
+        def announce(invite: Invite) -> None:
+            keep(INVITE_FILE, f"{invite}\n".encode(), 0o600)
+            on_start(Hosting(invite, run.hash, state, run.start, run.pins, *resumed, shown, key))
+
+        invite = await make_invite()
+        announce(invite)
+        async with task_scope() as tasks:
+            following = tasks.create_task(_follow_admission(service, make_invite, announce))
+            try:
+                await (service.wait(stop) if at is None else _publishing(service, invite, at, stop))
+            finally:
+                following.cancel()
+
+
+async def _follow_admission(
+    service: CoordinatorService, make_invite: Callable[[], Awaitable[Invite]], announce: Callable[[Invite], None]
+) -> None:
+    """Announce another invite whenever an amendment has begun to count by which the one before lets nobody in."""
+    changes = Changes()
+    service.observe(lambda _: changes.announce())
+    admission = service.scope.run.access.admission
+    while True:
+        await changes.until(lambda told=admission: service.scope.run.access.admission != told)  # type: ignore[misc]
+        admission = service.scope.run.access.admission
+        with suppress(DeadlineExceeded):  # the journal has failed, which ``service.wait`` raises
+            announce(await make_invite())
 
 
 async def _publishing(service: CoordinatorService, invite: Invite, place: Place, stop: asyncio.Event) -> None:

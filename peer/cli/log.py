@@ -253,6 +253,8 @@ def round_details(verdict: Verdict) -> RenderableType:
     head.add_row("tokens", tokens)
     head.add_row("loss", loss_text(verdict.loss))
     head.add_row("sent", filesize.decimal(verdict.sent_bytes))
+    for number, (key, value) in enumerate(verdict.amended):
+        head.add_row("" if number else "amended", Text(printable(f"{key} = {value}"), style="yellow"))
     head.add_row("before", Text(verdict.previous_chain.hex(), style="dim"))
     head.add_row("chain", Text.assemble(verdict.chain.hex(), ("  ✓ signed", "green")))
     plan = verdict.plan

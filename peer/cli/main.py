@@ -34,7 +34,7 @@ from shoal.peer.cli.guest import app as guest_commands
 from shoal.peer.cli.runs import DirectoryOption
 from shoal.peer.cli.runs import app as finding_commands
 from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
-from shoal.swarm.errors import RunEnded, ShoalError, UserError
+from shoal.swarm.errors import RunAmended, RunEnded, ShoalError, UserError
 
 if TYPE_CHECKING:
     from shoal.peer.cli.host import Hosting
@@ -99,8 +99,8 @@ DataOption = Annotated[
         help="Folder in which the run may read the files it names; repeatable.",
     ),
 ]
-RESUME_AT = "--resume-at"
-"""Option of a process that goes on for one that has paused."""
+RESUME_AT, RESUME_AS = "--resume-at", "--resume-as"
+"""Options of a process that goes on for one that has paused."""
 
 LogJson = Annotated[Path | None, typer.Option(help="Append events to this file, one JSON object a line.")]
 PortMapping = Annotated[
@@ -340,6 +340,7 @@ def join_command(
     log_json: LogJson = None,
     verbose: Verbose = False,
     resume_at: Annotated[int, typer.Option(RESUME_AT, hidden=True)] = 0,
+    resume_as: Annotated[str, typer.Option(RESUME_AS, hidden=True)] = "",
 ) -> None:
     """Join a run and train until it ends. Ctrl-C leaves after saving; a second Ctrl-C leaves at once.
 
@@ -363,16 +364,23 @@ def join_command(
 
     setup_logging(console, verbose)
 
-    def join_one(text: str) -> bool:
-        """Take part in one run until it ends; returns whether to go on to the next one. Raises ``_Paused``."""
-        invite = named_invite(text, directory) or Invite.read(text)
-        with Reporter(console, log_json) as reporter, keeper_of(invite, identity, state, given) as keeper:
-            if not wait_until_lent(keeper, invite.run, reporter.on_event):  # before torch is imported: it takes memory
-                return False
-            return train(invite, keeper, reporter)
+    def join_one(invite: Invite) -> bool:
+        """Take part in one run until it ends; returns whether to go on to the next one. Raises ``_Paused``, and
+        ``RunAmended`` where the owner does not agree to what has become of the run."""
+        while True:
+            try:
+                with Reporter(console, log_json) as reporter, keeper_of(invite, identity, state, given) as keeper:
+                    # Before torch is imported: it takes memory.
+                    if not wait_until_lent(keeper, invite.run, reporter.on_event):
+                        return False
+                    return train(invite, keeper, reporter)
+            except RunAmended as amended:
+                from shoal.peer.cli.consent import Consent
+
+                Consent(console).ask_again(amended, invite.run_hash, keeper.folder)
 
     def train(invite: Invite, keeper: GuestKeeper, reporter: Reporter) -> bool:
-        from shoal.peer.cli.consent import Consent
+        from shoal.peer.cli.consent import Consent, agreed_ends
         from shoal.peer.cli.join import Ending, Work, run_member
         from shoal.peer.cli.restore import parse_copy_to
         from shoal.peer.options import SessionOptions
@@ -391,6 +399,7 @@ def join_command(
             copy_to=parse_copy_to(copy_to, copy_every, retention),
             start_from=start_from,
             accept_amendments=accept_amendments,
+            agreed_ends=agreed_ends(keeper.folder, invite.run_hash),
             data=tuple(data or ()),
             limits=keeper.limits,
             on_event=reporter.on_event,
@@ -401,32 +410,38 @@ def join_command(
         return ending is Ending.RUN_ENDED
 
     for number, one in enumerate(runs[resume_at:], resume_at):
+        # Who has paused goes on with the run that it was in, whatever has that name in the directories now.
+        known = resume_as if number == resume_at else ""
+        joined = Invite.parse(known) if known else named_invite(one, directory) or Invite.read(one)
         try:
-            if not join_one(one):
+            if not join_one(joined):
                 return
-        except RunEnded as error:
+        except (RunEnded, RunAmended) as error:
             if number + 1 == len(runs):
                 raise
             log.info("%s; joining the next one", error)
         except _Paused:
-            begin_anew(number)
+            begin_anew(number, str(joined) if is_named(one) else "")
 
 
 class _Paused(Exception):
     """The owner's terms have ended a membership, which goes on when they allow it."""
 
 
-def begin_anew(resume_at: int) -> NoReturn:
+def begin_anew(resume_at: int, resume_as: str) -> NoReturn:
     """Replace this process by one of the same command, which waits without the memory that training has taken.
 
-    ``resume_at``: number of the run that it joins, of those that were given."""
+    ``resume_at``: number of the run that it joins, of those that were given; ``resume_as``: its invite, for one that
+    was given by name. Such an invite is public, so others on this machine may read it."""
     arguments = sys.argv[1:]
-    if RESUME_AT in arguments:
-        at = arguments.index(RESUME_AT)
-        del arguments[at : at + 2]
+    for option in (RESUME_AT, RESUME_AS):
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
+    arguments += [RESUME_AT, str(resume_at), *([RESUME_AS, resume_as] if resume_as else [])]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "shoal.peer", *arguments, RESUME_AT, str(resume_at)])
+    os.execv(sys.executable, [sys.executable, "-m", "shoal.peer", *arguments])
 
 
 @app.command("status")

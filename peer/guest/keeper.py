@@ -39,7 +39,7 @@ class GuestKeeper:
     def __init__(self, run: str, folder: Path, state: Path, terms_path: Path, options: TermsText) -> None:
         """``folder``: the peer's in the run; ``state``: the one of all runs; ``options``: terms that were given on the
         command line. Raises ``TermsError`` and ``StorageError``."""
-        self._run, self._folder = run, folder
+        self._run, self.folder = run, folder
         self._terms_path, self._options = terms_path, options
         self._read_at: tuple[int, int] | None = None
         self.terms = Terms()
@@ -61,14 +61,14 @@ class GuestKeeper:
     ) -> None:
         self._month.save()
         with suppress(OSError):
-            end_presence(self._folder)
+            end_presence(self.folder)
 
     def look(self) -> Pause | None:
         """Return why the machine is not lent to the run now, None if it is."""
         now_s = time.monotonic()
         try:
             self._take_terms()
-            self._asked = read_pause(self._folder)
+            self._asked = read_pause(self.folder)
             self._trouble = ""
         except ShoalError as error:  # what applied before goes on
             if str(error) != self._trouble:
@@ -97,9 +97,9 @@ class GuestKeeper:
             return
         self._state = state
         try:
-            show_presence(self._folder, self._run, state)
+            show_presence(self.folder, self._run, state)
         except OSError as error:
-            log.warning("%s: `shoal pause` does not find this peer: %s", self._folder, error)
+            log.warning("%s: `shoal pause` does not find this peer: %s", self.folder, error)
 
     def wait(self, on_pause: Callable[[Pause], None], on_resume: Callable[[], None]) -> None:
         """Wait until the machine is lent. ``on_pause``: called when it is not, and whenever the reason changes."""

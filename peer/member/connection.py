@@ -23,7 +23,7 @@ from shoal.swarm.client.bandwidth_probe import witnesses
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import Diverged, RunAmended, StateFileError, UserError
 from shoal.swarm.protocol.addresses import reach_of
-from shoal.swarm.protocol.amendments import asks_for_more
+from shoal.swarm.protocol.amendments import asks_for_more, ends_of
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile
@@ -97,12 +97,13 @@ class RunConnection:
                 changes = {one.key: one.value for one in new if one.at_round == at_round}
                 self.emit("amended", round=at_round, changes=changes)
         if view.amendments and not self.options.accept_amendments:
-            longer = asks_for_more(self.run_file, client.run_now)
+            longer = asks_for_more(self.run_file, client.run_now, self.options.agreed_ends)
             if longer:
                 told = "; ".join(one.text for one in view.amendments if one.key in longer)
                 raise RunAmended(
                     f"the host has made the run longer than you have agreed to: {told}. What this peer has contributed "
-                    "is kept. If you agree, join again with --accept-amendments"
+                    "is kept. If you agree, join again with --accept-amendments",
+                    ends_of(client.run_now),
                 )
 
     def _run_start(self) -> RunStart | None:

@@ -292,6 +292,9 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
         head.add_row("", Text(printable(status.outlook), style="bold yellow"))
     for row in _coverage_rows(status.coverage):
         head.add_row(*row)
+    for number, one in enumerate(status.amendments):
+        in_effect = "" if one.at_round <= status.round else "to come: "
+        head.add_row("" if number else "amended", Text(printable(f"{in_effect}{one.text}"), style="yellow"))
     head.add_row("running for", duration_text(status.elapsed_s))
     shown: list[RenderableType] = [head]
     if status.stages:

@@ -53,10 +53,13 @@ class RunSettings:
         self.made = self._with(new, open_round)
 
     def adopt(self, verdict: Verdict) -> None:
-        """Take over a verdict's settings, where the journal has lost the amendment behind them."""
+        """Take over a verdict's settings, where the journal has lost the amendment behind them.
+
+        Of those to come, the last ones are given up where there would be too many: what is in force comes first."""
         if verdict.amended != self.changes(verdict.round):
             theirs = [Amendment(at_round=max(1, verdict.round), key=key, value=text) for key, text in verdict.amended]
-            self.made = (*theirs, *(one for one in self.made if one.at_round > verdict.round))
+            to_come = [one for one in self.made if one.at_round > verdict.round]
+            self.made = (*theirs, *to_come[: MAX_AMENDMENTS - len(theirs)])
 
     def _with(self, new: tuple[Amendment, ...], open_round: int) -> tuple[Amendment, ...]:
         replaced = {(one.at_round, one.key) for one in new}

@@ -369,6 +369,7 @@ class PipelineRun:
             "outlook": self.say_outlook(),
             "members": _members_of(self),
             "stages": _stages_of(self),
+            "amendments": self.settings.made,
         }
         if self.phase != "closing":
             update["closes_in_s"] = None

@@ -915,6 +915,7 @@ class RoundScope:
             warning=warning_of(self.history),
             coverage=coverage_of(self.leases, samples) if samples else (),
             members=self.membership.status(self.anchor_version, self.agreed_digest, self.round.number, self.walls()),
+            amendments=self.settings.made,
         )
 
     def excuse(self, stood_s: float) -> None:

@@ -66,12 +66,17 @@ def check_changes(run: RunFile, changes: Changes) -> RunFile:
     return now
 
 
-def asks_for_more(before: RunFile, now: RunFile) -> list[str]:
-    """Return the settings by which a run may last longer than its members have agreed to."""
-    found = []
+def ends_of(run: RunFile) -> Changes:
+    """Return the settings by which a run ends, as they are in a run file."""
+    return tuple((key, json.dumps(getattr(run.run, key.removeprefix("run.")))) for key in _ENDS)
+
+
+def asks_for_more(before: RunFile, now: RunFile, agreed: Changes = ()) -> list[str]:
+    """Return the settings by which a run may last longer than its members have agreed to: to the run file ``before``,
+    and later to the ends ``agreed`` (``ends_of``)."""
+    found, ends = [], dict(ends_of(before)) | dict(agreed)
     for key in _ENDS:
-        name = key.removeprefix("run.")
-        old, new = getattr(before.run, name), getattr(now.run, name)
+        old, new = json.loads(ends[key]), getattr(now.run, key.removeprefix("run."))
         if old is not None and (new is None or new > old):
             found.append(key)
     return found

@@ -453,7 +453,8 @@ class CoordinatorToPeerStatus(Message):
     ``rounds_undone``: rounds that were committed and then undone by a rollback; they are not in ``rounds_committed``.
     ``outlook``: a sentence on what the run waits for while nobody holds its newest state, otherwise empty. ``warning``:
     a sentence on a loss that has risen far, otherwise empty. ``coverage``: of the newest epochs, oldest first; empty
-    while the length of an epoch is not known. ``stages``: of a pipeline, once they are planned."""
+    while the length of an epoch is not known. ``stages``: of a pipeline, once they are planned. ``amendments``: those
+    in effect, and those to come."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -475,6 +476,7 @@ class CoordinatorToPeerStatus(Message):
     coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
     members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
     stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()
+    amendments: Amendments = ()
 
 
 # Host to its coordinator --------------------------------------------------------------------------------

@@ -90,6 +90,21 @@ def test_a_longer_run_needs_consent_from_the_round_on_in_which_it_is_longer() ->
     willing.look_at_amendments()
 
 
+def test_who_has_agreed_to_a_later_end_is_asked_again_about_a_still_later_one() -> None:
+    client = Client()
+    client.view.amendments = (Amendment(at_round=1, key="run.rounds", value="20"),)
+    client.view.round = 1
+    with pytest.raises(RunAmended) as refused:
+        connection(client)[0].look_at_amendments()
+    assert dict(refused.value.ends)["run.rounds"] == "20"
+    agreed, _ = connection(client, agreed_ends=refused.value.ends)
+    agreed.look_at_amendments()
+    for later in ("21", "null"):
+        client.view.amendments = (Amendment(at_round=1, key="run.rounds", value=later),)
+        with pytest.raises(RunAmended):
+            agreed.look_at_amendments()
+
+
 def test_local_learning_rates_follow() -> None:
     client = Client()
     session = object.__new__(Session)

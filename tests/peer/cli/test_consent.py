@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.peer.cli.consent import ACCEPTED_FILE, Consent, RunTerms
+from shoal.peer.cli.consent import ACCEPTED_FILE, AGREED_ENDS_FILE, Consent, RunTerms, agreed_ends
 from shoal.peer.recipes import load_recipe
-from shoal.swarm.errors import CorpusError, NotAccepted, UserError
+from shoal.swarm.errors import CorpusError, NotAccepted, RunAmended, UserError
 from shoal.swarm.protocol.run_file import RunFile
 
 SETTINGS = {"layers": 1, "heads": 2, "width": 16, "context": 12}
@@ -158,3 +158,27 @@ def test_nothing_is_opened_before_the_answer(tmp_path: Path, data: Path, monkeyp
     with pytest.raises(NotAccepted):
         Terminal(monkeypatch, "n").agree(run_file(), tmp_path / "peer", [data])
     assert opened == []
+
+
+LONGER = RunAmended("the host has made the run longer: run.rounds = 20", (("run.rounds", "20"), ("run.max_s", "null")))
+
+
+def test_a_longer_run_is_agreed_to_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, folder = Terminal(monkeypatch, "y"), tmp_path / "peer"
+    Consent(terminal.console).ask_again(LONGER, b"r" * 32, folder)
+    assert "run.rounds = 20" in terminal.text
+    assert agreed_ends(folder, b"r" * 32) == LONGER.ends
+    assert agreed_ends(folder, b"s" * 32) == ()
+    (folder / AGREED_ENDS_FILE).write_text('{"run": "72", "ends": {"run.rounds": "many"}}')
+    assert agreed_ends(folder, b"r" * 32) == ()
+
+
+@pytest.mark.parametrize(("answer", "stdin"), [("n", True), ("", True), ("y", False)])
+def test_a_longer_run_without_consent_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, stdin: bool
+) -> None:
+    terminal = Terminal(monkeypatch, answer, stdin=stdin)
+    with pytest.raises(RunAmended) as ended:
+        Consent(terminal.console).ask_again(LONGER, b"r" * 32, tmp_path / "peer")
+    assert ended.value is LONGER
+    assert not (tmp_path / "peer").exists()

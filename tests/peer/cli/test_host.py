@@ -5,19 +5,21 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.fakes.journals import leased
 from tests.swarm.coordinator.stories import RUN, story
 from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer.cli.host import Hosting, HostOptions, check_keys, host, host_identity
+from shoal.peer.cli.host import Hosting, HostOptions, _follow_admission, check_keys, host, host_identity
 from shoal.peer.cli.supervisor import Restarts
 from shoal.swarm.aio import Changes
 from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, LocalJournal
 from shoal.swarm.errors import DamagedRecords, FolderInUse, HostCrashed, IdentityError, StorageError, UserError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.run_file import load_run_file
+from shoal.swarm.protocol.run_file import load_run_file, parse_run_file
 
 RUN_HASH = b"r" * 32
 
@@ -231,3 +233,27 @@ def test_a_host_whose_runs_are_all_at_fault_ends(several: SeveralRuns) -> None:
         path.write_text("")
     with pytest.raises(HostCrashed, match="none of the run files"):
         asyncio.run(several.serve(1))
+
+
+def test_another_invite_is_printed_when_admission_is_amended() -> None:
+    observers: list[Any] = []
+    announced: list[Any] = []
+    text = '[run]\nname = "reef"\n[recipe]\nname = "own"\n[access]\nadmission = "{}"\n[round]\ntokens = 1\n'
+    scope = SimpleNamespace(run=parse_run_file(text.format("open")))
+    service = SimpleNamespace(scope=scope, observe=observers.append)
+
+    async def make() -> Any:
+        return scope.run.access.admission
+
+    async def main() -> None:
+        following = asyncio.create_task(_follow_admission(service, make, announced.append))  # type: ignore[arg-type]
+        for admission in ("open", "token", "token", "open"):
+            await asyncio.sleep(0)
+            scope.run = parse_run_file(text.format(admission))
+            observers[0](None)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        following.cancel()
+
+    asyncio.run(main())
+    assert announced == ["token", "open"]

@@ -77,6 +77,16 @@ def shown(source: Path, width: int = 160, *, fails: bool = False, as_json: bool 
     return console.file.getvalue()
 
 
+def test_one_round_names_its_amended_settings(tmp_path: Path) -> None:
+    path = written(tmp_path, history({}, {"amended": (("card.title", '"A \\u001b reef"'), ("outer.lr", "0.5"))}))
+    assert "amended" not in shown(path, round_number=0)
+    told = shown(path, round_number=1)
+    assert "outer.lr = 0.5" in told
+    assert "card.title" in told
+    lines = [json.loads(line) for line in shown(path, as_json=True).splitlines()]
+    assert [one["amended"] for one in lines] == [[], [["card.title", '"A \\u001b reef"'], ["outer.lr", "0.5"]]]
+
+
 # Sources ----------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tests.peer.checkpoints.making import verdict_chain
 from tests.swarm.coordinator.pipeline_world import PipelineWorld
 from tests.swarm.coordinator.pipeline_world import run_file as pipeline_run_file
 from tests.swarm.coordinator.test_invites import HOST
@@ -15,8 +16,10 @@ from shoal.swarm.coordinator.host_commands import HostCommands
 from shoal.swarm.errors import CommandRefused
 from shoal.swarm.protocol.access_records import RecordCheck
 from shoal.swarm.protocol.messages import AmendRun, CoordinatorToHostAmended
-from shoal.swarm.protocol.types import Amendment
+from shoal.swarm.protocol.types import MAX_AMENDMENTS, Amendment
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
+
+VERDICT = verdict_chain(1)[-1]
 
 
 def amend(world: Any, at_round: int = 0, **changes: str) -> CoordinatorToHostAmended:
@@ -173,3 +176,24 @@ def test_all_stages_of_a_pipeline_are_amended_with_the_same_round() -> None:
         assert scope.run.outer.lr == 0.5
     again = world.replayed(world.short)
     assert again.settings == world.machine.settings
+
+
+def test_status_names_those_in_effect_and_to_come() -> None:
+    world = World(run_file(), 3)
+    go_to(world, 1)
+    made = amend(world, at_round=3, outer__lr="0.5")
+    assert world.scope.status(world.now_s).amendments == made.amendments
+    stages = PipelineWorld(pipeline_run_file(), 4)
+    made = amend(stages, at_round=2, outer__lr="0.5")
+    assert stages.machine.status(stages.now_s).amendments == made.amendments
+
+
+def test_what_a_verdict_brings_back_is_bounded_with_what_is_to_come() -> None:
+    settings = RunSettings(run_file())
+    to_come = tuple(Amendment(at_round=9 + at, key="outer.lr", value=f"{at}.5") for at in range(MAX_AMENDMENTS))
+    settings.add(to_come, 1)
+    verdict = VERDICT.model_copy(update={"round": 5, "amended": (("outer.lr", "0.25"), ("round.tokens", "60"))})
+    settings.adopt(verdict)
+    assert len(settings.made) == MAX_AMENDMENTS
+    assert settings.changes(5) == verdict.amended
+    assert settings.made[2:] == to_come[:-2], "the last ones are given up"
