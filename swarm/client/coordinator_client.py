@@ -300,6 +300,7 @@ class CoordinatorClient:
         self.certificate = identity.certify(keys)
         self.relays: tuple[Address, ...] = ()
         """The relays that this member is registered with, which its next join names."""
+        self._showing = asyncio.Lock()
         self._connector = CoordinatorConnector(node.control, node.relays, invite)
         self._view: RunView | None = None
         self._is_ahead = False
@@ -371,10 +372,12 @@ class CoordinatorClient:
     async def show_addresses(self) -> None:
         """Tell the coordinator, once, how this member is reached from now on. Raises ``LinkError``.
 
-        The answer may take seconds, as the coordinator tries what it is told."""
-        shown = PeerToCoordinatorShowAddresses(addresses=self._addresses())
-        answer = await self._connector.request(shown, CoordinatorToPeerAddresses, JOIN_S)
-        self.reachable = answer.reachable
+        The answer may take seconds, as the coordinator tries what it is told: one after the other, as two attempts at
+        the same moment would end each other's connections."""
+        async with self._showing:
+            shown = PeerToCoordinatorShowAddresses(addresses=self._addresses())
+            answer = await self._connector.request(shown, CoordinatorToPeerAddresses, JOIN_S)
+            self.reachable = answer.reachable
 
     async def try_address(self, address: Address) -> str:
         """Have the coordinator dial this process at an address, once. Returns what does not work; empty if both ports

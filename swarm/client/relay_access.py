@@ -165,6 +165,7 @@ class RelayAccess:
             log.debug("the coordinator did not take over the relays: %s", error)
         else:
             where = " and ".join(map(str, relays))
-            log.info("other peers reach this machine over the relay %s", where) if relays else log.warning(
-                "this machine has lost its relays: other peers cannot reach it now"
-            )
+            if relays:
+                log.info("other peers reach this machine over the relay %s", where)
+            elif not client.reachable:
+                log.warning("this machine has lost its relays: other peers cannot reach it now")
