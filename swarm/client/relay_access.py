@@ -111,7 +111,6 @@ class RelayAccess:
         try:
             while True:
                 wanted = await self._wanted()
-                client.node.request_dial = self.request_dial if client.reachable else None
                 for relay in registrations.keys() - set(wanted):
                     registrations.pop(relay)[1].cancel()
                 for relay in wanted:
@@ -120,6 +119,8 @@ class RelayAccess:
                 changed.clear()
                 await self._show([relay for relay in wanted if registrations[relay][0].is_registered])
                 is_met = client.reachable or bool(client.relays)
+                client.node.is_dialed = client.reachable
+                client.node.request_dial = self.request_dial if is_met else None
                 pause_s = _LOOK_S if is_met else min(2 * pause_s, _LOOK_S)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):

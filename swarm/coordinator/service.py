@@ -358,13 +358,13 @@ class ScopeHandlers:
         return CoordinatorToPeerAddressTried(trouble=await self.service.node.try_both_ports(entry, _DIAL_BACK_S))
 
     async def _request_dial(self, channel: Channel, message: Message) -> Message:
-        """Ask a member that cannot be reached to dial one that can."""
+        """Ask a member to dial one that cannot dial it, and can be dialed or has a relay."""
         assert isinstance(message, PeerToCoordinatorRequestDial)
         peer = self.scope.admission.require_member(channel.remote_key)
         self.service.path_requests.check(peer, 1)
         asked = self.scope.membership.members.get(message.peer)
-        if asked is None or not asked.alive or not self.scope.membership.members[peer].entry.reachable:
-            raise NotAdmitted("only a member that can be reached may ask to be dialed, and only by another member")
+        if asked is None or not asked.alive or not self.scope.membership.members[peer].entry.can_be_met:
+            raise NotAdmitted("only a member that can be met may ask to be dialed, and only by another member")
         to = self.service.node.control.incoming(asked.entry.certificate.curve_key)
         if to is not None:
             await self.service.notify(to, CoordinatorToPeerDial(peer=peer), 0)

@@ -45,6 +45,7 @@ from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.limits.download_quota import Reader
 from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 from shoal.swarm.transport.limits.traffic_meter import TrafficMeter
+from shoal.swarm.transport.paths.failed_dials import FailedDials
 from shoal.swarm.transport.paths.relay_paths import RelayPaths, punch
 from shoal.swarm.transport.paths.unmet_peers import UnmetPeers
 from shoal.swarm.transport.relay.client import RelayedSocket
@@ -61,6 +62,9 @@ Agree = Callable[[PeerToPeerOpenLink], Awaitable[PeerToPeerLinkOpened]]
 _LOOPBACK = "127.0.0.1"
 _REVERSAL_S, _LOOK_S = 2.0, 0.02
 """Time for a member to dial this one after it was asked to, before the next path is tried."""
+
+_DIRECT_S = 3.0
+"""Time for an address that the coordinator could dial, where this machine can be dialed instead."""
 
 _DIAL_BACK_S, _MAX_DIALS = 5.0, 64
 _DRAIN_S = 0.5
@@ -94,7 +98,9 @@ class Node:
         self.control = control
         self.relays = RelayPaths(tasks, control.origins, data.accept)
         self.request_dial: Callable[[str], Awaitable[None]] | None = None
-        """Asks the coordinator that a member dials this one; None while this one cannot be dialed."""
+        """Asks the coordinator that a member dials this one; None while nobody can, not even over a relay."""
+        self.is_dialed = True
+        """Whether others dial this one itself; over a relay, it is asked for only where all other ways have failed."""
         self._data = data
         self._tasks = tasks
         self._dialing_back: set[str] = set()
@@ -103,6 +109,8 @@ class Node:
         data.reader_of = self._reader
         self._shares: dict[int, dict[bytes, float]] = {}
         self._link_locks: dict[str, asyncio.Lock] = {}
+        self._undialed, self._silent = FailedDials(), FailedDials()
+        """Members that could not be dialed from here though others could, and that did not dial when asked to."""
         self.unmet = UnmetPeers()
         """Members of which this node could get nothing, as no connection was possible."""
         self.host_key = b""
@@ -194,6 +202,8 @@ class Node:
                 self._data.close_link(link)
         locks = self._link_locks.items()
         self._link_locks = {peer: lock for peer, lock in locks if peer in self._rosters or lock.locked()}
+        self._undialed.forget(keys)
+        self._silent.forget(keys)
         self.unmet.forget([peer for peer in self.unmet.failed if peer not in self._rosters])
 
     def knows_key(self, curve_key: bytes) -> bool:
@@ -360,8 +370,12 @@ class Node:
 
     async def ask(self, peer: str, message: Message, reply: type[M], wait_s: float, scope: int = 0) -> M:
         """Send a request to a member. Raises ``MemberGone``, ``Unreachable``, and other ``LinkError``s."""
-        _, channel = await self._channel_to(peer, scope, wait_s)
-        return await _request(channel, message, reply, wait_s, scope)
+        entry, channel = await self._channel_to(peer, scope, wait_s)
+        try:
+            return await _request(channel, message, reply, wait_s, scope)
+        except Unreachable:
+            self._note_undialed(entry)
+            raise
 
     # Paths ------------------------------------------------------------------------------------------------
 
@@ -370,20 +384,36 @@ class Node:
         entry = self._rosters.entry(peer, scope)
         if entry is None:
             raise MemberGone(f"{peer} is not a member of the run, or has left it")
+        return entry, await self._best_channel(entry, wait_s)
+
+    async def _best_channel(self, entry: RosterEntry, wait_s: float, *, asks: bool = True) -> Channel:
+        """``asks``: whether a member that cannot be dialed from here may be asked to dial."""
         key = entry.certificate.curve_key
-        if entry.reachable:
-            return entry, self.control.dial(entry.address.host, entry.address.control_port, key)
+        if self._is_dialed_from_here(entry):
+            return self.control.dial(entry.address.host, entry.address.control_port, key)
         channel = self.control.incoming(key) or self.control.dialed_over_relay(key)
-        if channel is None and await self._ask_to_be_dialed(entry):
-            channel = await self._soon(lambda: self.control.incoming(key), wait_s)
+        if channel is None and asks:
+            channel = await self._asked(entry, lambda: self.control.incoming(key), wait_s)
         if channel is None and entry.relays:
             port = self.relays.forwarder_to(key, entry.relays)
             channel = self.control.dial(_LOOPBACK, port, key, via=entry.relays[0])
+        if channel is None and entry.reachable:
+            self._undialed.forget([key])  # perhaps it was away for a moment
+            channel = self.control.dial(entry.address.host, entry.address.control_port, key)
         if channel is None:
-            raise Unreachable(f"{peer} cannot be reached from outside and has not connected to this machine yet")
-        return entry, channel
+            raise Unreachable(f"{entry.peer} cannot be reached from outside and has not connected to this machine yet")
+        return channel
 
-    async def _link(self, entry: RosterEntry, channel: Channel, wait_s: float) -> Link:
+    def _is_dialed_from_here(self, entry: RosterEntry) -> bool:
+        return entry.reachable and not self._undialed.has(entry.certificate.curve_key, time.monotonic())
+
+    def _note_undialed(self, entry: RosterEntry) -> None:
+        """Note that a member that others can dial cannot be dialed from here, if it can dial this one instead."""
+        if self.request_dial is not None and self._is_dialed_from_here(entry):
+            log.debug("%s cannot be dialed from here: it is asked to dial", entry.peer)
+            self._undialed.note(entry.certificate.curve_key, time.monotonic())
+
+    async def _link(self, entry: RosterEntry, channel: Channel, wait_s: float, *, asks: bool = True) -> Link:
         """The link with a peer; opened when there is none, over the best path there is."""
 
         is_agreed = False
@@ -401,37 +431,56 @@ class Node:
             async with asyncio.timeout(wait_s), self._link_locks.setdefault(entry.peer, asyncio.Lock()):
                 if (link := self._attached_link(key)) is not None:
                     return link
-                if entry.reachable:
-                    host, port = entry.address.host, entry.address.data_port
-                    assert port is not None, "members have one"
-                    return await self._data.open_link(key, lambda: connect(host, port), agree)
-                if await self._ask_to_be_dialed(entry):
-                    link = await self._soon(lambda: self._attached_link(key), wait_s)
+                if self._is_dialed_from_here(entry):
+                    return await self._direct_link(entry, agree)
+                if asks:
+                    link = await self._asked(entry, lambda: self._attached_link(key), wait_s)
                     if link is not None:
                         return link
                 if entry.relays:
                     return await self._relayed_link(entry, agree)
                 raise Unreachable(f"{entry.peer} cannot be reached from outside and has not opened a link yet")
         except TimeoutError as error:
+            self._note_undialed(entry)
             if is_agreed:
                 raise Unreachable(f"nothing answers at the data port of {entry.peer}") from error
             raise channel.diagnosis(wait_s) from error
 
+    async def _direct_link(self, entry: RosterEntry, agree: Agree) -> Link:
+        """Open a link to a member's own address; within a part of the time where there is another way."""
+        host, port = entry.address.host, entry.address.data_port
+        assert port is not None, "members have one"
+        try:
+            async with asyncio.timeout(_DIRECT_S if self.request_dial is not None else None):
+                return await self._data.open_link(entry.certificate.curve_key, lambda: connect(host, port), agree)
+        except Unreachable:
+            self._note_undialed(entry)
+            raise
+
     def _attached_link(self, key: bytes) -> Link | None:
         return next((link for link in self._data.links_with(key) if link.attached.is_set()), None)
 
-    async def _soon(self, look: Callable[[], T | None], wait_s: float) -> T | None:
-        """What is looked for, as soon as it is there, or None after a part of the time."""
+    async def _asked(self, entry: RosterEntry, look: Callable[[], T | None], wait_s: float) -> T | None:
+        """Ask a member to dial this one; return what is looked for as soon as it is there, or None after a part of the
+        time."""
+        key = entry.certificate.curve_key
+        if self._silent.has(key, time.monotonic()) or not await self._ask_to_be_dialed(entry):
+            return None
         give_up_s = time.monotonic() + min(_REVERSAL_S, wait_s / 2)
         while True:
             found = look()
-            if found is not None or time.monotonic() >= give_up_s:
+            if found is not None:
                 return found
+            if time.monotonic() >= give_up_s:
+                self._silent.note(key, time.monotonic())
+                return None
             await asyncio.sleep(_LOOK_S)
 
     async def _ask_to_be_dialed(self, entry: RosterEntry) -> bool:
-        """Ask a member that cannot be dialed to dial this one; returns whether it was asked."""
-        if self.request_dial is None:
+        """Ask a member that cannot be dialed from here to dial this one; returns whether it was asked.
+
+        One that nobody can dial is asked only if it can dial this one itself: a relay leads to it as well."""
+        if self.request_dial is None or not (self.is_dialed or entry.reachable):
             return False
         try:
             await self.request_dial(entry.peer)
@@ -441,18 +490,18 @@ class Node:
         return True
 
     def dial_back(self, peer: str) -> None:
-        """Open a link to a member that asks for that, if it can be dialed."""
+        """Open a link to a member that asks for that, over a relay if it cannot be dialed."""
         entry = self._rosters.entry(peer, 0)
-        if entry is None or not entry.reachable or peer in self._dialing_back or len(self._dialing_back) >= _MAX_DIALS:
+        if entry is None or not entry.can_be_met or peer in self._dialing_back or len(self._dialing_back) >= _MAX_DIALS:
             return
         self._dialing_back.add(peer)
         self._tasks.create_task(self._dial_back(entry))
 
     async def _dial_back(self, entry: RosterEntry) -> None:
         try:
-            _, channel = await self._channel_to(entry.peer, 0, _DIAL_BACK_S)
+            channel = await self._best_channel(entry, _DIAL_BACK_S, asks=False)
             await channel.connected(_DIAL_BACK_S)
-            await self._link(entry, channel, _DIAL_BACK_S)
+            await self._link(entry, channel, _DIAL_BACK_S, asks=False)
         except LinkError as error:
             log.debug("could not dial %s, which has asked for it: %s", entry.peer, error)
         finally:

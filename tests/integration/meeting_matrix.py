@@ -6,13 +6,12 @@ each on a thread in the namespace of its machine. The host and the relay, which 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.types import Blob, DeviceInfo
 from shoal.swarm.transport.node import Node
-from shoal.swarm.transport.port_mapping import NatPmp, PortMapper, default_gateway
+from shoal.swarm.transport.paths.port_mapping import NatPmp, PortMapper, default_gateway
 
 MAPPED = "mapped"
 """A port-restricted NAT whose router maps ports; the other sites are named by their ``Kind``."""
@@ -46,7 +45,7 @@ RATE_MBIT = 20.0
 """Of each machine's line, both ways."""
 
 _BLOB, _CHUNK_BYTES, _CHUNKS = Blob(kind="state", number=1), 2**16, 32
-_PORT, _FETCH_S, _PUNCH_S, _SETTLE_S = 7800, 20.0, 3.0, 1.0
+_PORT, _FETCH_S, _PUNCH_S = 7800, 20.0, 3.0
 _DEVICE = DeviceInfo(kind="cpu", name="matrix", memory_bytes=0)
 
 
@@ -95,21 +94,15 @@ class Site:
                         task.cancel()
                     await client.leave("done")
 
-    async def settle(self) -> None:
-        """Wait until others can meet this member in the best way that there is for it."""
-        async with asyncio.timeout(START_S):
-            while not (self.client.reachable or self.client.relays):
-                await asyncio.sleep(0.05)
+    @property
+    def is_settled(self) -> bool:
+        """Whether others can meet this member, in the best way that there is for it."""
+        return self.client.reachable or bool(self.client.relays)
 
-    async def knows(self, peers: Collection[str]) -> None:
-        """Wait until the roster says how these members are met."""
-        async with asyncio.timeout(START_S):
-            while not all(self._can_meet(peer) for peer in peers):
-                await asyncio.sleep(0.05)
-
-    def _can_meet(self, peer: str) -> bool:
-        entry = self.node._rosters.entry(peer, 0)
-        return entry is not None and entry.can_be_met
+    def knows(self, peers: Collection[str]) -> bool:
+        """Whether the roster says how these members are met."""
+        entries = [self.node._rosters.entry(peer, 0) for peer in peers]
+        return all(entry is not None and entry.can_be_met for entry in entries)
 
     async def forget(self, key: bytes) -> None:
         """End all connections with a member."""
@@ -117,6 +110,8 @@ class Site:
             self.node._data.close_link(link)
         self.node.control.forget(key)
         self.node.relays.forget(key)
+        for failed in (self.node._undialed, self.node._silent):
+            failed.forget([key])
 
     async def get(self, peer: str, chunks: int) -> tuple[float, float]:
         """Fetch from a member; return the seconds to the first chunk, and from then on the bits a second."""
@@ -138,14 +133,6 @@ class Site:
         if kind == DIRECT and entry is not None and entry.address.kind == MAPPED:
             return MAPPED
         return kind
-
-    async def best_path_to(self, peer: str) -> str:
-        """The same, once it becomes no better."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_PUNCH_S):
-                while await self.path_to(peer) == RELAYED:
-                    await asyncio.sleep(0.02)
-        return await self.path_to(peer)
 
 
 @dataclass(frozen=True)
@@ -176,11 +163,18 @@ class Matrix:
         try:
             first_byte_s, _ = thread.call(mine.get(peer, 1))
             first = thread.call(mine.path_to(peer))
-            step = thread.call(mine.best_path_to(peer))
+            step = self._best_path(thread, peer)
             _, rate_bps = thread.call(mine.get(peer, _CHUNKS))
         except ShoalError:
             return Meeting(site, other, NOTHING, NOTHING, 0.0, 0.0)
         return Meeting(site, other, first, step, first_byte_s, rate_bps)
+
+    def _best_path(self, thread: NetworkThread[Site], peer: str) -> str:
+        """Return the step by which a member is met once that gets no better."""
+        give_up_s = time.monotonic() + _PUNCH_S
+        while (step := thread.call(thread.resource.path_to(peer))) == RELAYED and time.monotonic() < give_up_s:
+            time.sleep(0.02)
+        return step
 
 
 @contextmanager
@@ -203,11 +197,10 @@ def meeting_matrix(folder: Path, sites: Collection[str] = tuple(SITES)) -> Itera
         stack.callback(_stop, threads)
         with ThreadPoolExecutor(len(threads)) as starting:
             list(starting.map(lambda name: lab.spaces.call(name, threads[name].start), threads))
-        for name, thread in threads.items():
-            thread.call(thread.resource.settle())
-        peers = [thread.resource.client.peer for thread in threads.values()]
-        for thread in threads.values():
-            thread.call(thread.resource.knows([peer for peer in peers if peer != thread.resource.client.peer]))
+        members = [thread.resource for thread in threads.values()]
+        eventually("all can be met", lambda: all(one.is_settled for one in members), START_S, swarm.tails)
+        peers = [one.client.peer for one in members]
+        eventually("all know that", lambda: all(one.knows(peers) for one in members), START_S, swarm.tails)
         yield Matrix(threads)
 
 

@@ -13,6 +13,7 @@ from tests.swarm.network import HOST, LONG_S, Member, Sink, Source, introduce, r
 
 from shoal.swarm.errors import TryLater, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.paths import make_pass
 from shoal.swarm.protocol.types import Address, Blob
 from shoal.swarm.transport.paths.relay_paths import Forwarder
@@ -143,6 +144,53 @@ async def test_a_relayed_link_becomes_a_direct_one_while_it_is_used() -> None:
         a.node.publish(other, Source(40, size=100_000))
         await fetched(b, a, Source(40, size=100_000), other)
         assert relay.server.books.carried.sent_bytes - before < 100_000, "the data was direct"
+
+
+@run
+async def test_who_can_dial_nobody_is_met_over_its_relay_by_those_who_can_be_dialed() -> None:
+    """As behind a firewall that lets out port 443 alone: the coordinator can dial the other one, and we cannot."""
+    async with walled() as (_, _, (a, b)):
+        b.reachable = True
+        asked: list[str] = []
+
+        async def request_dial(peer: str) -> None:
+            asked.append(peer)
+            b.node.dial_back(a.peer)
+
+        a.node.request_dial, a.node.is_dialed = request_dial, False
+        b.ports, port_of_b = (1, 1), b.ports
+        introduce(a, b)
+        b.ports = port_of_b
+        b.node.publish(STATE, Source(3))
+        await fetched(a, b, Source(3))
+        assert [one.kind for one in a.node.path_reports()] == ["relayed"]
+        assert set(asked) == {b.peer}
+        asked.clear()
+        other = Blob(kind="state", number=2)
+        b.node.publish(other, Source(3))
+        await fetched(a, b, Source(3), other)
+        assert not asked, "the link that is there is used"
+
+
+@run
+async def test_a_member_that_does_not_dial_when_asked_is_dialed_again() -> None:
+    async with swarm_of(Member(), Member()) as (a, b):
+        asked: list[str] = []
+
+        async def request_dial(peer: str) -> None:
+            asked.append(peer)
+
+        a.node.request_dial = request_dial
+        b.ports, port_of_b = (1, 1), b.ports
+        introduce(a, b)
+        with pytest.raises(Unreachable):
+            await a.node.ask(b.peer, PeerToPeerPing(), PeerToPeerPong, 0.2)
+        b.ports = port_of_b
+        introduce(a, b)
+        a.node._undialed.note(b.keys.public, time.monotonic())
+        b.node.publish(STATE, Source(3))
+        await fetched(a, b, Source(3))
+        assert asked == [b.peer]
 
 
 @run
