@@ -16,7 +16,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRequestDial,
 )
 from shoal.swarm.protocol.paths import PASS_S, check_relay
-from shoal.swarm.protocol.types import Address, Message
+from shoal.swarm.protocol.types import Address, Message, RosterEntry
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.relay.choice import choose
 from shoal.swarm.transport.relay.client import Registration, RelayCredentials, measure
@@ -48,6 +48,7 @@ class RelayAccess:
         self._renewing = asyncio.Lock()
         self._asked_s: dict[str, float] = {}
         client.node.control.handle(CoordinatorToPeerDial, self._on_dial)
+        client.node.request_dial, client.node.is_met_by = self.request_dial, self._is_met_by
 
     async def credentials(self) -> RelayCredentials | None:
         """What this member shows to relays. Raises ``LinkError``.
@@ -87,6 +88,11 @@ class RelayAccess:
 
     # Being dialed -----------------------------------------------------------------------------------------
 
+    def _is_met_by(self, entry: RosterEntry) -> bool:
+        """Whether a member that cannot be dialed from here gets further than we do: over our relay only if its own
+        address is what we cannot reach, as otherwise its relay leads to it just as well."""
+        return self._client.reachable or (entry.reachable and bool(self._client.relays))
+
     async def request_dial(self, peer: str) -> None:
         """Ask over the coordinator that a member dials this one. Raises ``LinkError``."""
         now_s = time.monotonic()
@@ -119,8 +125,6 @@ class RelayAccess:
                 changed.clear()
                 await self._show([relay for relay in wanted if registrations[relay][0].is_registered])
                 is_met = client.reachable or bool(client.relays)
-                client.node.is_dialed = client.reachable
-                client.node.request_dial = self.request_dial if is_met else None
                 pause_s = _LOOK_S if is_met else min(2 * pause_s, _LOOK_S)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):

@@ -98,9 +98,9 @@ class Node:
         self.control = control
         self.relays = RelayPaths(tasks, control.origins, data.accept)
         self.request_dial: Callable[[str], Awaitable[None]] | None = None
-        """Asks the coordinator that a member dials this one; None while nobody can, not even over a relay."""
-        self.is_dialed = True
-        """Whether others dial this one itself; over a relay, it is asked for only where all other ways have failed."""
+        """Asks the coordinator that a member dials this one; None if this process is no member."""
+        self.is_met_by: Callable[[RosterEntry], bool] = lambda entry: True
+        """Whether a member that cannot be dialed from here can open a connection to this one."""
         self._data = data
         self._tasks = tasks
         self._dialing_back: set[str] = set()
@@ -409,7 +409,7 @@ class Node:
 
     def _note_undialed(self, entry: RosterEntry) -> None:
         """Note that a member that others can dial cannot be dialed from here, if it can dial this one instead."""
-        if self.request_dial is not None and self._is_dialed_from_here(entry):
+        if self._may_ask(entry) and self._is_dialed_from_here(entry):
             log.debug("%s cannot be dialed from here: it is asked to dial", entry.peer)
             self._undialed.note(entry.certificate.curve_key, time.monotonic())
 
@@ -451,7 +451,7 @@ class Node:
         host, port = entry.address.host, entry.address.data_port
         assert port is not None, "members have one"
         try:
-            async with asyncio.timeout(_DIRECT_S if self.request_dial is not None else None):
+            async with asyncio.timeout(_DIRECT_S if self._may_ask(entry) else None):
                 return await self._data.open_link(entry.certificate.curve_key, lambda: connect(host, port), agree)
         except Unreachable:
             self._note_undialed(entry)
@@ -476,11 +476,12 @@ class Node:
                 return None
             await asyncio.sleep(_LOOK_S)
 
-    async def _ask_to_be_dialed(self, entry: RosterEntry) -> bool:
-        """Ask a member that cannot be dialed from here to dial this one; returns whether it was asked.
+    def _may_ask(self, entry: RosterEntry) -> bool:
+        return self.request_dial is not None and self.is_met_by(entry)
 
-        One that nobody can dial is asked only if it can dial this one itself: a relay leads to it as well."""
-        if self.request_dial is None or not (self.is_dialed or entry.reachable):
+    async def _ask_to_be_dialed(self, entry: RosterEntry) -> bool:
+        """Ask a member that cannot be dialed from here to dial this one; returns whether it was asked."""
+        if self.request_dial is None or not self.is_met_by(entry):
             return False
         try:
             await self.request_dial(entry.peer)

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asyncco
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.integration.harness import SHOAL, START_S, Swarm, eventually, run_toml
+from tests.integration.harness import SHOAL, START_S, Process, Swarm, eventually, run_toml
 from tests.integration.mapping_router import mapping_router
 from tests.integration.nat_lab import Kind, NatLab
 from tests.integration.test_relays import relay_url
@@ -52,7 +52,7 @@ _DEVICE = DeviceInfo(kind="cpu", name="matrix", memory_bytes=0)
 class _Source:
     """The same random bytes again and again (a ``ChunkSource``)."""
 
-    chunks = _CHUNKS
+    chunks = 2**16
 
     def __init__(self) -> None:
         self._bytes = memoryview(os.urandom(_CHUNK_BYTES))
@@ -151,8 +151,9 @@ class Meeting:
 class Matrix:
     """Two machines of each site, so that each meets its like, too. Make it with ``meeting_matrix``."""
 
-    def __init__(self, threads: Mapping[str, NetworkThread[Site]]) -> None:
+    def __init__(self, threads: Mapping[str, NetworkThread[Site]], relay_pid: int) -> None:
         self._threads = threads
+        self.relay_pid = relay_pid
 
     def meet(self, site: str, other: str) -> Meeting:
         """Have a machine of ``site`` get something from one of ``other``, to which it has no connection."""
@@ -169,6 +170,13 @@ class Matrix:
             return Meeting(site, other, NOTHING, NOTHING, 0.0, 0.0)
         return Meeting(site, other, first, step, first_byte_s, rate_bps)
 
+    def rate_bps(self, site: str, other: str, size_bytes: int) -> float:
+        """Return the rate at which a machine of ``site`` gets so many bytes from one of ``other``, when they have
+        met."""
+        thread, peer = self._threads[f"{site}-a"], self._threads[f"{other}-b"].resource.client.peer
+        thread.call(thread.resource.get(peer, 16))
+        return thread.call(thread.resource.get(peer, size_bytes // _CHUNK_BYTES))[1]
+
     def _best_path(self, thread: NetworkThread[Site], peer: str) -> str:
         """Return the step by which a member is met once that gets no better."""
         give_up_s = time.monotonic() + _PUNCH_S
@@ -178,21 +186,26 @@ class Matrix:
 
 
 @contextmanager
-def meeting_matrix(folder: Path, sites: Collection[str] = tuple(SITES)) -> Iterator[Matrix]:
-    """A lab with a relay, a host that is reached over it alone, and the members. Raises ``NoNamespaces``."""
+def meeting_matrix(
+    folder: Path, sites: Collection[str] = tuple(SITES), rate_mbit: float | None = RATE_MBIT
+) -> Iterator[Matrix]:
+    """A lab with a relay, a host that is reached over it alone, and the members, with lines of this rate each.
+
+    Raises ``NoNamespaces``."""
     machines = {f"{site}-{letter}": SITES[site] for site in sites for letter in "ab"}
     with ExitStack() as stack:
         lab = stack.enter_context(NatLab({"relay": Kind.PUBLIC, "host": Kind.PUBLIC} | machines))
         swarm = Swarm(folder)
         stack.callback(swarm.close)
-        invite = _host(swarm, lab)
+        relay, invite = host_over_relay(swarm, lab)
         threads: dict[str, NetworkThread[Site]] = {}
         for name in machines:
             is_mapped = name.startswith(MAPPED)
             if is_mapped:
                 log = stack.enter_context(mapping_router(lab, name, folder))
                 eventually("the router is up", _says(log, "HTTP listening"), START_S)
-            lab.shape(name, RATE_MBIT)
+            if rate_mbit is not None:
+                lab.shape(name, rate_mbit)
             threads[name] = NetworkThread(_opening(invite, name, maps_ports=is_mapped))
         stack.callback(_stop, threads)
         with ThreadPoolExecutor(len(threads)) as starting:
@@ -201,7 +214,7 @@ def meeting_matrix(folder: Path, sites: Collection[str] = tuple(SITES)) -> Itera
         eventually("all can be met", lambda: all(one.is_settled for one in members), START_S, swarm.tails)
         peers = [one.client.peer for one in members]
         eventually("all know that", lambda: all(one.knows(peers) for one in members), START_S, swarm.tails)
-        yield Matrix(threads)
+        yield Matrix(threads, relay.pid)
 
 
 def all_meetings(matrix: Matrix, sites: Collection[str] = tuple(SITES)) -> Iterator[Meeting]:
@@ -210,12 +223,13 @@ def all_meetings(matrix: Matrix, sites: Collection[str] = tuple(SITES)) -> Itera
         yield matrix.meet(site, other)
 
 
-def _host(swarm: Swarm, lab: NatLab) -> Invite:
+def host_over_relay(swarm: Swarm, lab: NatLab) -> tuple[Process, Invite]:
+    """Start a relay on port 443, and a host that is reached over it alone."""
     place = ("--bind", f"{lab.address('relay')}:443", "--identity", str(swarm.folder / "relay-key"))
     relay = swarm.command("relay", *lab.inside("relay"), *SHOAL, "relay", *place)
     launcher, via = (*lab.inside("host"), *SHOAL), ("--via", relay_url(relay))
     host = swarm.host(run_toml(patience_s=20.0), launcher=launcher, bind=f"{lab.address('host')}:0", extra=via)
-    return Invite.parse(host.invite)
+    return relay, Invite.parse(host.invite)
 
 
 def _opening(invite: Invite, name: str, *, maps_ports: bool) -> Callable[[], AbstractAsyncContextManager[Site]]:

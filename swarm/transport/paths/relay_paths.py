@@ -54,11 +54,11 @@ class Forwarder:
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._task = tasks.create_task(self._serve())
+        self._task.add_done_callback(lambda _: self._listener.close())  # not before: the loop still waits for it
 
     def close(self) -> None:
         for task in (self._task, *self._dialing):
             task.cancel()
-        self._listener.close()
         for splice in list(self._splices):
             splice.close()
 

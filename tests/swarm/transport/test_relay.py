@@ -157,7 +157,7 @@ async def test_who_can_dial_nobody_is_met_over_its_relay_by_those_who_can_be_dia
             asked.append(peer)
             b.node.dial_back(a.peer)
 
-        a.node.request_dial, a.node.is_dialed = request_dial, False
+        a.node.request_dial = request_dial
         b.ports, port_of_b = (1, 1), b.ports
         introduce(a, b)
         b.ports = port_of_b
