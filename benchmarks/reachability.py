@@ -147,7 +147,7 @@ def _credentials(host: Identity) -> tuple[RelayCredentials, bytes]:
     member, keys = Identity.generate(), CurveKeys.fresh()
     certificate = member.certify(keys)
     shown = make_pass(host.sign, host.public_key, bytes(32), certificate, int(time.time()) + 3600)
-    return RelayCredentials(member, certificate, shown), keys.public
+    return RelayCredentials(member, keys, certificate, shown), keys.public
 
 
 @asynccontextmanager
