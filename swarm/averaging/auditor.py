@@ -22,7 +22,7 @@ from shoal.swarm.averaging.chunk_judge import Shown, Subject, fault_of, make_evi
 from shoal.swarm.averaging.inclusions import Places, audits_a_round, included_blob
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, ShoalError, WireError
+from shoal.swarm.errors import BlobUnavailable, Busy, DeadlineExceeded, LinkError, MemberGone, ShoalError, WireError
 from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.statements import PlanStatement, name_of, plan_digest
@@ -35,6 +35,14 @@ _TRIES = 5
 _UNSIGNED_ROUNDS, _UNSHOWN_ROUNDS = 2, 8
 """Rounds in whose reports an owner is accused that has not signed its part, or did not show what it included. Members
 find the former together, the latter one after the other."""
+
+
+_AGAIN_ROUNDS = 32
+"""Rounds in which evidence is shown again that the coordinator could not take, as it had no room or we no credit."""
+
+_SLOWEST_BYTES_S = 2**14
+"""Rate at which a maker has to show what it included, or one could keep an auditor from all others. An honest one may
+have to serve all auditors at once over a slow uplink."""
 
 
 _FIRST_LOOKS = 5.0
@@ -143,6 +151,8 @@ class Auditor:
         self._others = 0
         self._known: set[str] = set()
         """Makers whose means this auditor has checked."""
+        self._unshown: dict[str, tuple[int, bytes]] = {}
+        """By maker, the newest evidence that the coordinator has not taken yet, and its round; 64 MiB in all."""
         self._offered: tuple[ResultStore, Verdict] | None = None
         self._news = asyncio.Event()
 
@@ -185,16 +195,21 @@ class Auditor:
             assert self._offered is not None
             (store, verdict), self._offered = self._offered, None
             try:
+                await self._show_again(verdict.round)
                 await self._audit_round(store, verdict)
             except (ShoalError, OSError) as error:
                 log.warning("round %d: no more audits: %s", verdict.round, error)
 
     async def _audit_round(self, store: ResultStore, verdict: Verdict) -> None:
         chosen = await in_thread(choose, store, verdict, self._me, self._known, self._share, self._rng)
+        chosen.sort(key=lambda one: store.plan.members[one.maker].peer in {*self._silent, *self._owing})  # those last
         about = PlanStatement(name_of(verdict), await in_thread(plan_digest, store.plan))
         # Held from now on: the store drops them when the next round is committed.
         results = {one.part: store.bytes_of(store.plan.parts[one.part]) for one in chosen}
         for one in chosen:
+            if self._offered is not None:  # makers drop what they show of a round at the next verdict but one
+                log.info("round %d: no more audits: a newer round was committed", verdict.round)
+                return
             part, committed = store.plan.parts[one.part], _CommittedPart(store, verdict, about, results[one.part])
             mean = Subject(one.part, one.chunk, None, results[one.part][one.chunk - store.chunks_of(part).start])
             shown = await self._audit(committed, mean, one.maker)
@@ -227,8 +242,29 @@ class Auditor:
         if fault is None:
             return shown
         log.warning("round %d: %s: %s", number, maker, fault.reason)
-        await self._accuse(await in_thread(make_evidence, committed.verdict, subject, committed.results, shown))
+        evidence = await in_thread(make_evidence, committed.verdict, subject, committed.results, shown)
+        await self._show(maker, number, evidence)
         return None
+
+    async def _show(self, maker: str, number: int, evidence: bytes) -> None:
+        """Show the coordinator evidence of a round, and keep it for later where that is not possible now.
+
+        A liar whose friends take up all room for evidence, or that is found by newcomers alone, is not safe by that."""
+        self._unshown.pop(maker, None)
+        try:
+            await self._accuse(evidence)
+        except LinkError as error:
+            self._unshown[maker] = number, evidence
+            while sum(len(kept) for _, kept in self._unshown.values()) > MAX_EVIDENCE_BYTES:
+                del self._unshown[next(iter(self._unshown))]
+            log.warning("round %d: the evidence on %s is shown again later: %s", number, maker, error)
+
+    async def _show_again(self, round_number: int) -> None:
+        for maker, (number, evidence) in list(self._unshown.items()):
+            if round_number - number > _AGAIN_ROUNDS:
+                del self._unshown[maker]
+            else:
+                await self._show(maker, number, evidence)
 
     async def _shown(self, store: ResultStore, subject: Subject, maker: str) -> Shown:
         """Fetch what the maker included in a chunk. Raises ``ShoalError``, the maker's too."""
@@ -256,10 +292,14 @@ class Auditor:
             return data
 
         span = range(min(wanted), max(wanted) + 1)
+        limit_s = self._deadlines.request_s + sum(wanted.values()) / _SLOWEST_BYTES_S
         fetch = self._endpoint.fetch(maker, included_blob(store), span, sink, self._deadlines.request_s)
-        async with aclosing(fetch) as stream:
-            async for place in stream:
-                self.audited_bytes += received[place].nbytes
+        try:
+            async with asyncio.timeout(limit_s), aclosing(fetch) as stream:
+                async for place in stream:
+                    self.audited_bytes += received[place].nbytes
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"it has not shown what its mean includes in {limit_s:.0f} s") from error
         if any(not received[place].nbytes for place in wanted):
             raise BlobUnavailable("it does not show all that its mean includes")
         return Shown(

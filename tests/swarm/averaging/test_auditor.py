@@ -5,7 +5,8 @@ import math
 import random
 import resource
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,31 @@ from shoal.swarm.averaging.chunk_judge import judge
 from shoal.swarm.averaging.inclusions import Inclusions, audits_a_round
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, Busy, DeadlineExceeded, StorageError
+from shoal.swarm.errors import (
+    BlobUnavailable,
+    Busy,
+    DeadlineExceeded,
+    LinkError,
+    NotAdmitted,
+    StorageError,
+    TryLater,
+)
 from shoal.swarm.protocol.evidence import unpack_evidence
 
 ME = 0
 """Everybody owns two of the six chunks."""
 ALL = {one.peer_id for one in MEMBERS}
+
+
+async def nobody_lies(evidence: bytes) -> None:
+    raise AssertionError("nobody lies here")
+
+
+def auditor_of(
+    done: AuditedRound, accuse: Callable[[bytes], Awaitable[None]] = nobody_lies, share: float = 1.0
+) -> Auditor:
+    me = MEMBERS[ME].peer_id
+    return Auditor(done.network.endpoints[me], me, share, Deadlines(6.0), accuse, random.Random(1))
 
 
 async def audited(done: AuditedRound, rounds: int = 1, share: float = 1.0) -> tuple[Auditor, list[bytes]]:
@@ -38,8 +58,7 @@ async def audited(done: AuditedRound, rounds: int = 1, share: float = 1.0) -> tu
     async def accuse(evidence: bytes) -> None:
         accused.append(evidence)
 
-    me = MEMBERS[ME].peer_id
-    auditor = Auditor(done.network.endpoints[me], me, share, Deadlines(6.0), accuse, random.Random(1))
+    auditor = auditor_of(done, accuse, share)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(auditor.run())
         for _ in range(rounds):
@@ -192,12 +211,8 @@ class Audited(SimMember):
 
     async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
         averager = await super()._make_averager(tasks)
-
-        async def accuse(evidence: bytes) -> None:
-            raise AssertionError("nobody lies here")
-
         rng, deadlines = random.Random(self.peer), self.client.deadlines
-        averager.auditor = Auditor(self.endpoint, self.client.peer, 1.0, deadlines, accuse, rng)
+        averager.auditor = Auditor(self.endpoint, self.client.peer, 1.0, deadlines, nobody_lies, rng)
         return averager
 
     async def _live(self) -> None:
@@ -229,6 +244,87 @@ def test_who_shows_nothing_owns_nothing_for_a_while(shows: bool) -> None:
                 await asyncio.sleep(5.0)
             assert owned[0]
             assert all(owned) == shows
+
+    run_virtual(main())
+
+
+def test_rounds_that_makers_do_not_show_any_more_are_not_audited() -> None:
+    """Of short rounds an auditor may not get all done before the next verdict but one, at which makers drop them."""
+
+    async def main() -> None:
+        done = await committed_round()
+
+        async def slow(step: Step, payload: bytes) -> bytes:
+            await asyncio.sleep(0.5)
+            return payload
+
+        done.network.faults.append(slow)
+        nothing = done.verdict.model_copy(update={"round": 4, "digests": (None,) * 3, "makers": ()})
+        auditor = auditor_of(done)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(auditor.run())
+            auditor.offer(done.sides[ME].store, done.verdict)
+            await asyncio.sleep(1.0)
+            auditor.offer(done.sides[ME].store, nothing)
+            await asyncio.sleep(1.0)
+            for kept in done.inclusions:
+                kept.close()
+            await asyncio.sleep(20.0)
+            running.cancel()
+        assert auditor.audited == 1
+        assert auditor.accused(4) == set()
+
+    run_virtual(main())
+
+
+def test_a_maker_that_shows_slowly_keeps_nobody_from_the_others() -> None:
+    """Each place comes before its deadline, and all of them long after."""
+
+    async def main() -> None:
+        done = await committed_round(liar=2)
+        endpoint = done.network.endpoints[MEMBERS[ME].peer_id]
+        real = endpoint.fetch
+
+        async def fetch(peer: str, *args: Any) -> AsyncGenerator[int, None]:
+            async with aclosing(real(peer, *args)) as stream:
+                async for place in stream:
+                    await asyncio.sleep(2.8 if peer == MEMBERS[1].peer_id else 0.0)
+                    yield place
+
+        endpoint.fetch = fetch  # type: ignore[method-assign]
+        auditor, accused = await audited(done, rounds=4)
+        assert {judge(data, facts("int8")).maker for data in accused} == {MEMBERS[2].peer_id}
+        assert auditor._known == {MEMBERS[2].peer_id}
+        assert auditor.accused(4) == {MEMBERS[1].peer_id}
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [TryLater, NotAdmitted], ids=["no room", "no credit yet"])
+def test_evidence_that_is_not_taken_is_shown_again(error: type[LinkError]) -> None:
+    async def main() -> None:
+        done = await committed_round(liar=1)
+        shown: list[bytes] = []
+
+        async def accuse(evidence: bytes) -> None:
+            shown.append(evidence)
+            if len(shown) <= 2:
+                raise error("not now")
+
+        void = done.verdict.model_copy(update={"digests": (None,) * 3, "makers": ()})
+        auditor = auditor_of(done, accuse)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(auditor.run())
+            auditor.offer(done.sides[ME].store, done.verdict)
+            await asyncio.sleep(10.0)
+            first = len(shown)
+            for number in (4, 5, 6, 7):
+                auditor.offer(done.sides[ME].store, void.model_copy(update={"round": number}))
+                await asyncio.sleep(10.0)
+            running.cancel()
+        assert first
+        assert len(shown) == max(3, first)
+        assert judge(shown[-1], facts("int8")).maker == MEMBERS[1].peer_id
 
     run_virtual(main())
 
