@@ -25,6 +25,9 @@ _SLOWEST_BYTES_S = 2**16
 
 _MAX_JUDGED = 256
 
+_MAX_BARRED = 4096
+"""Members whose bars are remembered, the newest ones: identities cost nothing."""
+
 Word = Literal["guilty", "innocent", "void"]
 
 
@@ -42,7 +45,8 @@ class EvidenceIntake:
 
     def __init__(self, stale_s: float) -> None:
         """``stale_s``: incomplete evidence without a new piece for so long, or that came too slowly since then, is
-        dropped where memory is needed."""
+        dropped where memory is needed. Like evidence that its member leaves for other, it counts as one that proves
+        nothing: two members could otherwise take up all memory for ever."""
         self._stale_s = stale_s
         self._coming: dict[str, _Incomplete] = {}
         self._judged: dict[bytes, Word] = {}
@@ -59,7 +63,10 @@ class EvidenceIntake:
         if now_s < until_s:
             raise TryLater(f"this peer's evidence proved nothing: show other evidence in {until_s - now_s:.0f} s")
         one = self._coming.get(peer)
-        if piece.start == 0 and (one is None or one.id != piece.evidence):
+        if one is not None and piece.start == 0 and one.id != piece.evidence:
+            self._drop(peer, now_s)
+            raise TryLater("this peer has not shown the whole of its evidence before this: show this one later")
+        if piece.start == 0 and one is None:
             one = self._coming[peer] = _Incomplete(piece.evidence, piece.size_bytes, now_s, now_s)
         if one is None or (piece.evidence, piece.size_bytes) != (one.id, one.size_bytes) or piece.start > len(one.data):
             raise WireError("a piece of evidence without those before it")
@@ -78,7 +85,7 @@ class EvidenceIntake:
         for other, one in list(self._coming.items()):
             fresh_s = min(one.at_s, one.began_s + len(one.data) / _SLOWEST_BYTES_S)
             if other != peer and now_s - fresh_s > self._stale_s:
-                del self._coming[other]
+                self._drop(other, now_s)
         if sum(len(one.data) for one in self._coming.values()) + size_bytes > _MAX_BYTES:
             raise TryLater("other evidence is being shown: try again in a minute")
 
@@ -92,8 +99,17 @@ class EvidenceIntake:
         if len(self._judged) > _MAX_JUDGED:
             del self._judged[next(iter(self._judged))]
         if word != "guilty":
-            times = self._barred.get(peer, (0.0, 0))[1]
-            self._barred[peer] = now_s + _BARRED_S * 2 ** min(times, _MAX_DOUBLINGS), times + 1
+            self._bar(peer, now_s)
+
+    def _drop(self, peer: str, now_s: float) -> None:
+        del self._coming[peer]
+        self._bar(peer, now_s)
+
+    def _bar(self, peer: str, now_s: float) -> None:
+        times = self._barred.pop(peer, (0.0, 0))[1]
+        self._barred[peer] = now_s + _BARRED_S * 2 ** min(times, _MAX_DOUBLINGS), times + 1
+        if len(self._barred) > _MAX_BARRED:
+            del self._barred[next(iter(self._barred))]
 
 
 def is_whole(data: bytes, evidence: bytes) -> bool:

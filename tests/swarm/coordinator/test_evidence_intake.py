@@ -1,5 +1,7 @@
 """Evidence comes in pieces, within bounds, and whoever shows what proves nothing is not heard for a while."""
 
+from contextlib import suppress
+
 import pytest
 
 from shoal.swarm.coordinator import evidence_intake
@@ -71,8 +73,43 @@ def test_memory_is_bounded_and_stale_evidence_makes_room(monkeypatch: pytest.Mon
         intake.add("c", pieces()[0], 5.0)
     intake.add("b", pieces()[1].model_copy(update={"data": DATA[100:101]}), 9.0)
     assert intake.add("c", pieces()[0], 11.0) is None, "the first one's is gone"
-    with pytest.raises(WireError):
-        intake.add("a", pieces()[1], 11.0)
+    with pytest.raises(TryLater, match="proved nothing"):
+        intake.add("a", pieces()[0], 11.0)
+
+
+def test_two_members_do_not_hold_the_memory_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each leaves its evidence for other, again and again, before it is stale."""
+    monkeypatch.setattr(evidence_intake, "_MAX_BYTES", 250)
+    intake, now_s, taken = EvidenceIntake(10.0), 0.0, 0
+    for number in range(20):
+        for peer in ("a", "b"):
+            with suppress(TryLater):
+                intake.add(peer, pieces(bytes([number]) * 250)[0], now_s)
+        now_s += 5.0
+        with suppress(TryLater):
+            taken += intake.add("c", pieces()[0], now_s) is None
+    assert taken
+
+
+def test_evidence_that_is_left_for_other_counts_as_one_that_proves_nothing() -> None:
+    intake, other = EvidenceIntake(10.0), pieces(bytes(250))
+    intake.add("a", pieces()[0], 0.0)
+    with pytest.raises(TryLater, match="not shown the whole"):
+        intake.add("a", other[0], 1.0)
+    with pytest.raises(TryLater, match="in 599 s"):
+        intake.add("a", other[0], 2.0)
+    assert intake.add("a", other[0], 601.0) is None
+
+
+def test_bars_are_kept_of_the_newest_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_intake, "_MAX_BARRED", 2)
+    intake = EvidenceIntake(10.0)
+    for peer in ("a", "b", "a", "c"):
+        intake.conclude(peer, bytes(32), "void", 0.0)
+    assert intake.add("b", pieces()[0], 0.0) is None
+    for peer in ("a", "c"):
+        with pytest.raises(TryLater):
+            intake.add(peer, pieces()[0], 0.0)
 
 
 def test_single_bytes_now_and_then_do_not_hold_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
