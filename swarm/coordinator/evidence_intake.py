@@ -20,6 +20,10 @@ _MAX_BYTES = 2 * MAX_EVIDENCE_BYTES
 _BARRED_S, _MAX_DOUBLINGS = 600.0, 10
 """For how long a member is not heard after its first evidence that proves nothing, and how often that doubles."""
 
+_REPEATED_S = 60.0
+"""The same after evidence that is right and changes nothing, as of a member that is expelled already: a friend of its
+could have one piece after the other judged, of which it signs as many as it likes."""
+
 _SLOWEST_BYTES_S = 2**16
 """Rate below which incomplete evidence is stale, or single bytes now and then would hold all the memory."""
 
@@ -61,7 +65,7 @@ class EvidenceIntake:
         """Take a piece; returns the evidence once it is complete. Raises ``TryLater`` or ``WireError``."""
         until_s, _ = self._barred.get(peer, (0.0, 0))
         if now_s < until_s:
-            raise TryLater(f"this peer's evidence proved nothing: show other evidence in {until_s - now_s:.0f} s")
+            raise TryLater(f"this peer's evidence changed nothing: show other evidence in {until_s - now_s:.0f} s")
         one = self._coming.get(peer)
         if one is not None and piece.start == 0 and one.id != piece.evidence:
             self._drop(peer, now_s)
@@ -89,8 +93,9 @@ class EvidenceIntake:
         if sum(len(one.data) for one in self._coming.values()) + size_bytes > _MAX_BYTES:
             raise TryLater("other evidence is being shown: try again in a minute")
 
-    def conclude(self, peer: str, evidence: bytes, word: Word, now_s: float) -> None:
-        """Note a judgement; a member whose evidence proves nothing is not heard for a while.
+    def conclude(self, peer: str, evidence: bytes, word: Word, now_s: float, *, is_news: bool = True) -> None:
+        """Note a judgement; a member whose evidence proves nothing, or what is known (not ``is_news``), is not heard for
+        a while.
 
         ``void`` is only the member's: whoever shows other bytes under that id, or in another stage, must not make the
         evidence void for all."""
@@ -100,14 +105,20 @@ class EvidenceIntake:
             del self._judged[next(iter(self._judged))]
         if word != "guilty":
             self._bar(peer, now_s)
+        elif not is_news:
+            self._set_bar(peer, now_s + _REPEATED_S, self._barred.get(peer, (0.0, 0))[1])
 
     def _drop(self, peer: str, now_s: float) -> None:
         del self._coming[peer]
         self._bar(peer, now_s)
 
     def _bar(self, peer: str, now_s: float) -> None:
-        times = self._barred.pop(peer, (0.0, 0))[1]
-        self._barred[peer] = now_s + _BARRED_S * 2 ** min(times, _MAX_DOUBLINGS), times + 1
+        _, times = self._barred.get(peer, (0.0, 0))
+        self._set_bar(peer, now_s + _BARRED_S * 2 ** min(times, _MAX_DOUBLINGS), times + 1)
+
+    def _set_bar(self, peer: str, until_s: float, times: int) -> None:
+        self._barred.pop(peer, None)  # the newest come last
+        self._barred[peer] = until_s, times
         if len(self._barred) > _MAX_BARRED:
             del self._barred[next(iter(self._barred))]
 

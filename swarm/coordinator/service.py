@@ -465,7 +465,7 @@ class ScopeHandlers:
                     service.scope.admission.expel(found.maker, message.evidence, peer, found.round)
                     rounds.disprove(found.round, found.maker, message.evidence, peer, found.excess)
                     await service.flush()
-            service.evidence.conclude(peer, message.evidence, found.word, time.monotonic())
+            service.evidence.conclude(peer, message.evidence, found.word, time.monotonic(), is_news=is_kept)
         return CoordinatorToPeerReceipt(evidence=message.evidence, judgement=found.word)
 
     # Validators ---------------------------------------------------------------------------------------------

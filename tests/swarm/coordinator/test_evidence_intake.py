@@ -73,7 +73,7 @@ def test_memory_is_bounded_and_stale_evidence_makes_room(monkeypatch: pytest.Mon
         intake.add("c", pieces()[0], 5.0)
     intake.add("b", pieces()[1].model_copy(update={"data": DATA[100:101]}), 9.0)
     assert intake.add("c", pieces()[0], 11.0) is None, "the first one's is gone"
-    with pytest.raises(TryLater, match="proved nothing"):
+    with pytest.raises(TryLater, match="changed nothing"):
         intake.add("a", pieces()[0], 11.0)
 
 
@@ -139,3 +139,12 @@ def test_whoever_is_right_is_heard_again() -> None:
     intake.conclude("a", evidence_id(DATA), "guilty", 0.0)
     assert intake.judged(evidence_id(DATA)) == "guilty"
     assert intake.add("a", pieces()[0], 0.0) is None
+
+
+def test_whoever_shows_what_is_known_is_heard_a_minute_later() -> None:
+    intake = EvidenceIntake(10.0)
+    for moment_s in (0.0, 60.0):
+        intake.conclude("a", evidence_id(DATA), "guilty", moment_s, is_news=False)
+        with pytest.raises(TryLater):
+            intake.add("a", pieces()[0], moment_s + 59.0)
+    assert intake.add("a", pieces()[0], 120.0) is None
