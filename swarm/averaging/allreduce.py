@@ -174,12 +174,14 @@ class AllReduce:
         None if most others did so, too: then it is our link. It proves nothing, as nobody can show what has arrived."""
         store, group, with_us, without_us = self.store, self.store.group, set[int](), set[int]()
         for part in self._plan.parts:
-            row_reducers, chunks = self._plan.row_reducers(part), store.chunks_of(part)
+            row_reducers, chunks = self._plan.row_reducers(part), list(store.chunks_of(part))
             collector = row_reducers[self.row] if row_reducers else part.owner
             if collector == self.me or not store.has(part):
                 continue
-            if collector != part.owner and not all(group.came_reduced(store[one], self.row) for one in chunks):
-                continue  # others were to ask for it then
+            if collector != part.owner:  # of the other chunks it made no sum: others were to ask for those
+                chunks = [one for one in chunks if group.came_reduced(store[one], self.row)]
+            if not chunks:
+                continue
             if all(group.includes(store[one], self.me) for one in chunks):
                 with_us.add(collector)
             elif self._source.asked.issuperset(chunks):

@@ -347,8 +347,8 @@ class ChunkCollector:
             rest = range(self._following[source], chunks.stop)
             async with aclosing(self._context.open_stream(source, request, rest, meter)) as stream:
                 async for chunk, packed in stream:
-                    self._following[source] = chunk + 1
                     await offer(chunk, packed)
+                    self._following[source] = chunk + 1  # not before: an attempt that fails here is repeated from here
                     if self.reducer.is_complete(self._next):
                         self._changes.announce()
                     await self._changes.until(lambda at=chunk: at < self._next + self._window)  # type: ignore[misc]

@@ -195,6 +195,28 @@ def test_garbage_is_left_out_and_known_to_all(garbage: object) -> None:
     assert torch.equal(sides[2].feedback.residual, sides[2].brought)
 
 
+def test_a_chunk_that_was_wrong_is_fetched_again_while_the_coordinator_is_away() -> None:
+    """Nobody is given up then; an owner that went on behind the chunk would wait for it for ever."""
+    network, wrong = MemoryNetwork(), {0}
+
+    async def fault(step: Step, payload: bytes) -> bytes:
+        if step.blob.kind == "contribution" and step.holder == PEERS[2] and step.chunk in wrong:
+            wrong.clear()
+            return bytes(len(payload))
+        return payload
+
+    network.faults.append(fault)
+
+    async def main() -> None:
+        sides = make_sides(network, make_plan([1, 2, 3]), "int8", was_away=lambda since_s: True)
+        async with asyncio.timeout(100.0):
+            await run_all(sides)
+        assert not wrong
+        assert all(side.outcome == ExchangeResult() for side in sides)
+
+    run_virtual(main())
+
+
 def test_errors_that_the_other_side_chooses_do_no_harm() -> None:
     """A reply can carry any error of the protocol, also those that are no ``LinkError``."""
 

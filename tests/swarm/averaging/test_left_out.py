@@ -1,5 +1,6 @@
 """Owners and row reducers that leave members out of their means are named by those, and by nobody else."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from tests.fakes.exchanges import Side, make_sides, run_all
 from tests.fakes.grids import PEERS, plan_of
-from tests.fakes.memory_network import MemoryNetwork, stalled
+from tests.fakes.memory_network import MemoryNetwork, Step, stalled
 from tests.fakes.swarm import run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
@@ -69,6 +70,23 @@ def test_in_a_grid_its_row_reducer_is_named(rows: int) -> None:
     """Whoever was to sum the member's contribution: never the owner of a mean that a row reducer left it out of."""
     with leaving_out(PEERS[4], {3}, rows):
         assert named(GRID) == {3: {4}}
+
+
+def test_a_row_reducer_that_withholds_its_last_sums_is_named_for_the_others() -> None:
+    """Of the last chunk of each part the owner sums the row itself."""
+    others = [part for part in GRID.parts if GRID.members[part.owner].row != 1 and GRID.row_reducers(part)[1] == 4]
+    lasts = {part.stop // GRID.chunk_elements - 1 for part in others}
+    assert any(part.stop - part.start > GRID.chunk_elements for part in others)
+    network = MemoryNetwork()
+
+    async def withhold(step: Step, payload: bytes) -> bytes:
+        if (step.blob.kind, step.holder) == ("partial", PEERS[4]) and step.chunk in lasts:
+            await asyncio.Event().wait()
+        return payload
+
+    network.faults.append(withhold)
+    with leaving_out(PEERS[4], {3}, rows=1):
+        assert named(GRID, network) == {3: {4}} | {part.owner: {4} for part in others}
 
 
 def test_a_member_that_nobody_hears_names_nobody() -> None:
