@@ -1,23 +1,52 @@
-"""An owner that makes its means up is expelled by evidence, and by nothing else."""
+"""Owners that make their means up, and row reducers their partial sums, are expelled by evidence and by nothing else."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.attacks.trusted import ROUND_S
-from tests.integration.harness import ROUNDS_S, SHOAL, Host, Swarm, check_journal, eventually, finish, run_toml
+from tests.integration.harness import ROUNDS_S, SHOAL, Host, Member, Swarm, check_journal, eventually, finish, run_toml
 
 from shoal.swarm.coordinator.events import MeanDisproved, MemberExpelled, VerdictGiven, WentBack
 from shoal.swarm.coordinator.local_journal import evidence_path
+from shoal.swarm.protocol.evidence import unpack_evidence
 
 pytestmark = pytest.mark.integration
 
 FORGING = (sys.executable, str(Path(__file__).parent / "forging_member.py"))
 LYING = (sys.executable, str(Path(__file__).parent / "lying_owner.py"))
+LYING_IN_ROWS = (sys.executable, str(Path(__file__).parent / "lying_row_reducer.py"))
 
 
 def expelled(host: Host) -> list[MemberExpelled]:
     return [one for one in host.journal_events() if isinstance(one, MemberExpelled)]
+
+
+def undone(host: Host) -> list[WentBack]:
+    ends = [one.went_back for one in host.journal_events() if isinstance(one, VerdictGiven)]
+    return [one for one in ends if one is not None]
+
+
+def go_on_and_end(host: Host, members: Sequence[Member]) -> None:
+    """After rounds were undone, the members go on with the same states."""
+    last = max(one.last_round() for one in members)
+    for member in members:
+        member.committed(after=last)
+    for member in members:
+        member.interrupt()
+    for member in members:
+        member.has_left()
+    host.stop()
+    check_journal(host)
+    states = [
+        {one["round"]: one["digest"] for one in member.all_events() if one["event"] == "committed"}
+        for member in members
+    ]
+    shared = set.intersection(*(set(one) for one in states))
+    assert max(shared) > last
+    for number in shared:  # by round, as versions were made again
+        assert len({one[number] for one in states}) == 1
 
 
 def test_a_lying_owner_is_expelled_and_its_mean_undone(swarm: Swarm) -> None:
@@ -31,33 +60,33 @@ def test_a_lying_owner_is_expelled_and_its_mean_undone(swarm: Swarm) -> None:
     assert [one.peer for one in found] == [liar.peer]
     assert liar.exit_code(ROUNDS_S) == 54
 
-    def undone() -> list[WentBack] | None:
-        ends = [one.went_back for one in host.journal_events() if isinstance(one, VerdictGiven)]
-        return [one for one in ends if one is not None] or None
-
-    (back,) = eventually("the run goes back behind it", undone, ROUNDS_S, swarm.tails)
+    (back,) = eventually("the run goes back behind it", lambda: undone(host) or None, ROUNDS_S, swarm.tails)
     wrong = [one for one in host.journal_events() if isinstance(one, MeanDisproved)]
     assert back.evidence in [one.evidence for one in wrong]
     assert {one.maker for one in wrong} == {liar.peer}
-    last = max(one.last_round() for one in honest)
-    for member in honest:
-        member.committed(after=last)
-    for member in honest:
-        member.interrupt()
-    for member in honest:
-        member.has_left()
-    host.stop()
-    check_journal(host)
-    states = [
-        {one["round"]: one["digest"] for one in member.all_events() if one["event"] == "committed"} for member in honest
-    ]
-    both = states[0].keys() & states[1].keys()
-    assert max(both) > last
-    assert all(states[0][number] == states[1][number] for number in both), "by round, as versions were made again"
+    go_on_and_end(host, honest)
     assert evidence_path(host.state, found[0].evidence.hex()).exists()
     log = swarm.command("log", *SHOAL, "log", str(host.state), "--audit", "--check")
     assert log.exit_code(ROUNDS_S) == 0, log.tail()
     assert "guilty" in log.text()
+
+
+@pytest.mark.slow
+def test_a_lying_row_reducer_is_expelled_and_the_owners_that_included_its_sums_are_not(swarm: Swarm) -> None:
+    """Four members in two rows: the means are right, as their owners were given these partial sums."""
+    host = swarm.host("averaging.group_size = 2\n" + run_toml(max_s=ROUND_S) + "[audit]\nshare = 1.0\n")
+    honest = swarm.members(host.invite, "a", "b", "c")
+    for member in honest:  # there is a state before the wrong one, and nobody has credit yet
+        member.committed(after=1)
+    liar = swarm.member(host.invite, "liar", LYING_IN_ROWS)
+    found = eventually("it is expelled", lambda: expelled(host) or None, ROUNDS_S, swarm.tails)
+    assert [one.peer for one in found] == [liar.peer]
+    evidence = unpack_evidence(evidence_path(host.state, found[0].evidence.hex()).read_bytes())
+    assert evidence.row is not None
+    assert liar.exit_code(ROUNDS_S) == 54
+    eventually("the run goes back behind it", lambda: undone(host), ROUNDS_S, swarm.tails)
+    go_on_and_end(host, honest)
+    assert {one.peer for one in expelled(host)} == {liar.peer}
 
 
 @pytest.mark.parametrize("kind", ["honest", "forged"])
