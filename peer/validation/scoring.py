@@ -33,6 +33,10 @@ GROUPS = 8
 _BEYOND_CHANCE = 4.0
 """Standard errors beyond which a gain is no chance: that of nothing is below or above once in 400 times each."""
 
+_BY_CHANCE, _RANGES = 5, 5.0
+"""Measurements of a loss that chance in the layers moves, and how many of their ranges another may be off: three of ten
+thousand honest ones are further. By two measurements, which may be close by chance, five of a hundred would be."""
+
 _ENDLESS = 1e29
 """Loss from which a loss is no number: a score has room for little more."""
 
@@ -85,13 +89,16 @@ class LossMeter:
 
     def loss_at(self, anchor: Tensor, indices: Indices, batch: int) -> tuple[float, float]:
         """Return the mean loss of the samples at ``anchor`` as one who trains measures it, and how far chance in the
-        model's layers (dropout) moves it. ``batch``: samples at once; buffers stay as they are."""
+        model's layers (dropout) moves it: the range of some measurements. ``batch``: samples at once; buffers stay as
+        they are."""
         self.vector.write(anchor)
         buffers = {name: one.clone() for name, one in self._model.named_buffers()}
-        one, other = (self._training_loss(indices, batch) for _ in range(2))
+        losses = [self._training_loss(indices, batch) for _ in range(2)]
+        if losses[0] != losses[1]:
+            losses += [self._training_loss(indices, batch) for _ in range(_BY_CHANCE - 2)]
         for name, buffer in self._model.named_buffers():
             buffer.copy_(buffers[name])
-        return one, abs(one - other)
+        return math.fsum(losses) / len(losses), max(losses) - min(losses)
 
     @torch.no_grad()
     def _training_loss(self, indices: Indices, batch: int) -> float:
@@ -221,12 +228,12 @@ _LOSS_PRECISION = {"float32": 0.01, "bfloat16": 0.03, "float16": 0.03}
 
 
 def is_same_loss(claimed: float, measured: float, chance: float, precision: str) -> bool:
-    """Whether a claimed loss may be the measured one. ``chance``: how far two measurements are apart.
+    """Whether a claimed loss may be the measured one. ``chance``: the range of measurements, as of ``loss_at``.
 
     Where none can be measured, as the anchor has diverged, any may."""
     if not abs(measured) < _ENDLESS:
         return True
-    allowed = _LOSS_PRECISION.get(precision, 0.03) * max(abs(measured), 1.0) + 8.0 * chance
+    allowed = _LOSS_PRECISION.get(precision, 0.03) * max(abs(measured), 1.0) + _RANGES * chance
     return abs(claimed - measured) <= allowed
 
 

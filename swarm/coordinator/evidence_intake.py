@@ -94,8 +94,8 @@ class EvidenceIntake:
             raise TryLater("other evidence is being shown: try again in a minute")
 
     def conclude(self, peer: str, evidence: bytes, word: Word, now_s: float, *, is_news: bool = True) -> None:
-        """Note a judgement; a member whose evidence proves nothing, or what is known (not ``is_news``), is not heard for
-        a while.
+        """Note a judgement; a member whose evidence proves nothing is not heard for a while. Not ``is_news``: it proves
+        what changes nothing.
 
         ``void`` is only the member's: whoever shows other bytes under that id, or in another stage, must not make the
         evidence void for all."""

@@ -1,4 +1,4 @@
-"""Owners that make their means up, and row reducers their partial sums, are expelled by evidence and by nothing else."""
+"""Owners that make their means up, and row reducers their sums, are expelled by evidence, and by nothing else."""
 
 import sys
 from collections.abc import Sequence

@@ -340,6 +340,26 @@ def test_chance_in_the_layers_widens_the_tolerance() -> None:
     assert all(one.equal(before[name]) for name, one in model.named_buffers())
 
 
+def test_chance_in_the_layers_accuses_nobody() -> None:
+    """Of losses that it moves by a fifth, measured by many validators."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Dropout(0.5))
+
+    class Samples:
+        def __len__(self) -> int:
+            return 8
+
+        def batch(self, indices: Indices) -> Tensor:
+            return torch.arange(6.0).repeat(len(indices), 1).sin()
+
+    meter = LossMeter(model, lambda net, batch: net(batch).square().mean(), Samples())  # type: ignore[arg-type]
+    anchor, indices, wrong = torch.ones(meter.vector.elements), np.arange(8), 0
+    for _ in range(400):
+        claimed = meter._training_loss(indices, 8)
+        wrong += not is_same_loss(claimed, *meter.loss_at(anchor, indices, 8), "float32")
+    assert wrong <= 2
+
+
 @pytest.mark.parametrize(
     ("first", "finding"),
     [
