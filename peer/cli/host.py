@@ -58,7 +58,6 @@ from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.relay_url import RelayUrl
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, unused_inner_settings
-from shoal.swarm.protocol.start_section import StartSection
 from shoal.swarm.protocol.types import MAX_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
 from shoal.swarm.transport.tcp.sockets import own_end
@@ -130,11 +129,9 @@ class Hosting:
     """Facts of a started host that are printed for the person who runs it. ``card``: where its card is published,
     empty for nowhere; ``key``: that the card is signed with, as directories name it."""
 
+    run: RunFile
     invite: Invite
-    run_hash: bytes
     state: Path
-    start: StartSection | None
-    pins: PinsSection | None
     resumed_round: int
     resumed_version: int
     card: str = ""
@@ -354,7 +351,7 @@ async def _serve(
 
         def announce(invite: Invite) -> None:
             keep(INVITE_FILE, f"{invite}\n".encode(), 0o600)
-            on_start(Hosting(invite, run.hash, state, run.start, run.pins, *resumed, shown, key))
+            on_start(Hosting(run, invite, state, *resumed, shown, key))
 
         invite = await make_invite()
         announce(invite)

@@ -75,14 +75,14 @@ def run_member(
     work: Work,
     agree: Agree,
     keeper: GuestKeeper,
-    watch: Callable[[Watched], None] = lambda _: None,
+    watch: Callable[[RunConnection, Watched], None],
 ) -> Ending:
     """Join and train until the run ends, the owner's terms end it, or Ctrl-C: the first leaves gracefully, the second
     stops at once.
 
     ``agree`` is called before joining, and before any file that the run names is opened; ``keeper``: of the owner's
-    terms; ``watch`` is called with the session or pipeline peer before it trains. Raises the errors of joining and
-    training.
+    terms; ``watch`` is called before training, with the connection and the session or pipeline peer. Raises the errors
+    of joining and training.
     """
     device = choose_device(work.device)
     work.memory.check(device)
@@ -110,7 +110,7 @@ def run_member(
     with peer, KeeperThread(keeper, give_up) as kept:
         earlier = _handle_signals(peer.request_stop, stops)
         try:
-            watch(peer)
+            watch(connection, peer)
             if isinstance(peer, PipelinePeer):
                 peer.train()
             elif options.role == "validator":

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import sys
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from shoal.peer.cli.host import Hosting
     from shoal.peer.event_schema import Event
     from shoal.peer.guest.keeper import GuestKeeper
+    from shoal.peer.member.connection import RunConnection
+    from shoal.peer.terminal.snapshot import Watched
     from shoal.swarm.protocol.types import Role
 
 log = logging.getLogger(__name__)
@@ -103,6 +106,14 @@ RESUME_AT, RESUME_AS = "--resume-at", "--resume-as"
 """Options of a process that goes on for one that has paused."""
 
 LogJson = Annotated[Path | None, typer.Option(help="Append events to this file, one JSON object a line.")]
+TrackOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KIND[:WHERE]",
+        help="Send each round's metrics to wandb[:PROJECT], trackio[:PROJECT], mlflow[:URI] or tensorboard[:FOLDER]; "
+        "repeatable.",
+    ),
+]
 PortMapping = Annotated[
     bool,
     typer.Option(
@@ -153,6 +164,7 @@ def host_command(
         bool, typer.Option("--no-relay", help="Run no relay beside, for members that cannot be dialed.")
     ] = False,
     log_json: LogJson = None,
+    track: TrackOption = None,
     verbose: Verbose = False,
     _: Annotated[
         bool, typer.Option(UNSUPERVISED, help="Run as one process, for service managers that restart it themselves.")
@@ -162,6 +174,7 @@ def host_command(
 
     Several runs share the port, and nothing else: one that fails begins again, while the others go on."""
     from shoal.peer.cli.host import HostOptions, host, say_pins, warn_descriptors
+    from shoal.peer.integrations.trackers import TrackedRun, Tracker, TrackerChoice
     from shoal.peer.terminal.events import plain_line
     from shoal.peer.terminal.reporter import Reporter, setup_logging
     from shoal.swarm.protocol.addresses import split_host_port
@@ -189,14 +202,15 @@ def host_command(
     )
 
     def on_start(hosting: Hosting) -> None:
-        console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")
+        run = hosting.run
+        console.print(f"Run     [bold]{run.run.name}[/]  hash {run.hash.hex()[:16]}")
         console.print(f"Files   {hosting.state}")
         if backup is not None:
-            console.print(f"Backup  {backup / hosting.invite.run}")
-        console.print(f"Pins    {say_pins(hosting.pins)}", soft_wrap=True)
-        if hosting.start is not None:
+            console.print(f"Backup  {backup / run.run.name}")
+        console.print(f"Pins    {say_pins(run.pins)}", soft_wrap=True)
+        if run.start is not None:
             where = "where its checkpoint is, join with --from FOLDER"
-            console.print(f"Start   {hosting.start.source}; {where}", soft_wrap=True)
+            console.print(f"Start   {run.start.source}; {where}", soft_wrap=True)
         if hosting.card:
             console.print(f"Card    {hosting.card}", markup=False, soft_wrap=True)
             console.print(f"Key     {hosting.key}", highlight=False)
@@ -204,11 +218,18 @@ def host_command(
             console.print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
         console.print("Invite  (this command joins a machine to the run)")
         console.print(f"\n  shoal join '{hosting.invite}'\n", soft_wrap=True, highlight=False)
+        if run.run.name not in trackers:
+            about = TrackedRun.of(run, "host")
+            trackers[run.run.name] = [ending.enter_context(Tracker(choice, about)) for choice in choices]
 
-    with Reporter(console, log_json) as reporter:
+    trackers: dict[str, list[Tracker]] = {}
+    choices = [TrackerChoice.parse(text) for text in track or ()]
+    with Reporter(console, log_json) as reporter, ExitStack() as ending:
 
         def on_event(event: Event) -> None:
             reporter.record(event)
+            for tracker in trackers.get(event["run"], ()):
+                tracker.on_event(event)
             line = plain_line(event, event["run"] if len(runs) > 1 else "")
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -338,6 +359,7 @@ def join_command(
         typer.Option(metavar="INVITE|NAME", help="Join this run when the one before has ended; repeatable."),
     ] = None,
     log_json: LogJson = None,
+    track: TrackOption = None,
     verbose: Verbose = False,
     resume_at: Annotated[int, typer.Option(RESUME_AT, hidden=True)] = 0,
     resume_as: Annotated[str, typer.Option(RESUME_AS, hidden=True)] = "",
@@ -360,9 +382,11 @@ def join_command(
     bind_to, reached_at = split_host_port(bind), split_host_port(advertise) if advertise else ("", 0)
     given = given_terms(max_upload, max_download, monthly_data, hours, power, nice)
     from shoal.peer.cli.guest import keeper_of, wait_until_lent
+    from shoal.peer.integrations.trackers import TrackedRun, Tracker, TrackerChoice
     from shoal.peer.terminal.reporter import Reporter, setup_logging
 
     setup_logging(console, verbose)
+    choices = [TrackerChoice.parse(text) for text in track or ()]
 
     def join_one(invite: Invite) -> bool:
         """Take part in one run until it ends; returns whether to go on to the next one. Raises ``_Paused``, and
@@ -386,6 +410,18 @@ def join_command(
         from shoal.peer.options import SessionOptions
         from shoal.peer.training.device import MemoryLimits
 
+        trackers: list[Tracker] = []
+
+        def on_event(event: Event) -> None:
+            reporter.on_event(event)
+            for tracker in trackers:
+                tracker.on_event(event)
+
+        def watch(connection: RunConnection, peer: Watched) -> None:
+            reporter.watch(peer)
+            about = TrackedRun.of(connection.run_file, connection.peer)
+            trackers.extend(ending.enter_context(Tracker(choice, about)) for choice in choices)
+
         work = Work(device, MemoryLimits(host_bytes, device_bytes), threads or None)
         options = SessionOptions(
             identity=identity,
@@ -402,12 +438,13 @@ def join_command(
             agreed_ends=agreed_ends(keeper.folder, invite.run_hash),
             data=tuple(data or ()),
             limits=keeper.limits,
-            on_event=reporter.on_event,
+            on_event=on_event,
         )
-        ending = run_member(str(invite), options, work, Consent(console, accept), keeper, reporter.watch)
-        if ending is Ending.PAUSED:
+        with ExitStack() as ending:
+            how = run_member(str(invite), options, work, Consent(console, accept), keeper, watch)
+        if how is Ending.PAUSED:
             raise _Paused
-        return ending is Ending.RUN_ENDED
+        return how is Ending.RUN_ENDED
 
     for number, one in enumerate(runs[resume_at:], resume_at):
         # Who has paused goes on with the run that it was in, whatever has that name in the directories now.
