@@ -44,6 +44,7 @@ class SessionOptions:
     ``identity``: file of its key pair, made if missing; ``state``: folder of everything that it keeps; ``name``: shown
     to other members, by default the host name; ``bind``: host and port to listen on, data on the next port, 0 for any
     free ones; ``maps_ports``: whether to ask the router to forward them, if nobody can connect otherwise;
+    ``relay_bps``: rate at which it passes on what other members send each other, if it can be reached itself;
     ``advertise``: host and port that other members connect to, by default the address that the coordinator sees;
     ``role``: ``trainer`` trains and reduces parts of the mean, ``contributor`` only trains, ``validator``
     scores the others, ``follower`` only follows; ``checkpoints``: which are kept, None for none; ``copy_to``: where
@@ -60,6 +61,7 @@ class SessionOptions:
     name: str = ""
     bind: tuple[str, int] = ("0.0.0.0", 0)
     maps_ports: bool = True
+    relay_bps: float = 0.0
     advertise: tuple[str, int] = ("", 0)
     role: Role = "trainer"
     checkpoints: Retention | None = field(default_factory=Retention)

@@ -18,7 +18,6 @@ from pathlib import Path
 import zmq
 
 from shoal.peer.cli.host_events import describe_event
-from shoal.peer.cli.relay import RELAY_IDENTITY_FILE, HostRelays, RelayBeside
 from shoal.peer.cli.supervisor import Restarts
 from shoal.peer.directory.card import CardSource
 from shoal.peer.directory.card_writer import CardWriter, card_place
@@ -27,6 +26,8 @@ from shoal.peer.directory.places import Place
 from shoal.peer.event_schema import Event
 from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.peer.options import DEFAULT_PORT, StartFrom
+from shoal.peer.relay.host_relays import HostRelays
+from shoal.peer.relay.process import RELAY_IDENTITY_FILE, RelayProcess
 from shoal.swarm import durable
 from shoal.swarm.aio import Changes, in_thread, task_scope
 from shoal.swarm.coordinator.events import JournalEvent
@@ -314,16 +315,15 @@ async def _serve(
         advertised = options.advertise or (() if options.via else ((_own_address(options.bind[0]), port),))
         addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
         relays = HostRelays(identity, run.hash, service.node)
-        service.relays = relays.current
-        ending.callback(relays.close)
+        service.relays.host = relays
+        ending.push_async_callback(relays.close)
         if options.via:
             await relays.register(options.via, _REGISTER_S)
             addresses += tuple(url.address.model_copy(update={"relay_key": None}) for url in options.via)
         elif options.relay:
             place = options.bind[0], port + 1 if port < _LAST_PORT else 0
-            beside = RelayBeside(state / RELAY_IDENTITY_FILE, place, identity.public_key)
+            beside = RelayProcess(state / RELAY_IDENTITY_FILE, place, identity.public_key)
             relays.run_beside(beside, advertised[0][0])
-            ending.push_async_callback(beside.stop)
 
         async def make_invite() -> Invite:
             token = await service.printed_token()

@@ -257,7 +257,8 @@ def relay_command(
     verbose: Verbose = False,
 ) -> None:
     """Pass on what members send each other, sealed, where they cannot reach each other. Sees no key and no content."""
-    from shoal.peer.cli.relay import RelayOptions, parse_rate, relay
+    from shoal.peer.cli.relay import RelayOptions, relay
+    from shoal.peer.guest.terms import parse_rate
     from shoal.peer.terminal.reporter import setup_logging
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.identity import parse_key
@@ -266,7 +267,11 @@ def relay_command(
 
     setup_logging(errors if beside else console, verbose)
     allow_descriptors()
-    limits = RelayLimits(parse_rate(rate, "--rate"), parse_rate(member_rate, "--member-rate"), links)
+    bytes_s, member_bytes_s = (
+        parse_rate(text, option) / 8 if text else 0.0
+        for text, option in ((rate, "--rate"), (member_rate, "--member-rate"))
+    )
+    limits = RelayLimits(bytes_s, member_bytes_s, links)
     known = tuple(parse_key(key) for key in hosts or ())
     place = split_host_port(bind, DEFAULT_PORT + 1)
     options = RelayOptions(identity, place, advertise, known, is_open=is_open, limits=limits)
@@ -323,6 +328,14 @@ def join_command(
     bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; data uses the port after it.")] = "0.0.0.0",
     advertise: Annotated[str, typer.Option(help="HOST[:PORT] where other peers reach this one.")] = "",
     port_mapping: PortMapping = True,
+    relay_for_others: Annotated[
+        str,
+        typer.Option(
+            "--relay-for-others",
+            metavar="50Mbit",
+            help="Pass on so much for members that cannot reach each other, on the second port after PORT.",
+        ),
+    ] = "",
     role: Annotated[
         JoinRole,
         typer.Option(help="full; contribute-only: reduce nothing; validator: score work; observe: only follow."),
@@ -370,6 +383,7 @@ def join_command(
     kept in a file: see `shoal terms`."""
     from shoal.peer.checkpoints.retention import parse_retention
     from shoal.peer.cli.runs import is_named, named_invite
+    from shoal.peer.guest.terms import parse_rate
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import Invite
 
@@ -381,6 +395,7 @@ def join_command(
     host_bytes, device_bytes = _memory("--max-memory", max_memory), _memory("--max-device-memory", max_device_memory)
     bind_to, reached_at = split_host_port(bind), split_host_port(advertise) if advertise else ("", 0)
     given = given_terms(max_upload, max_download, monthly_data, hours, power, nice)
+    relay_bps = parse_rate(relay_for_others, "--relay-for-others") if relay_for_others else 0.0
     from shoal.peer.cli.guest import keeper_of, wait_until_lent
     from shoal.peer.integrations.trackers import TrackedRun, Tracker, TrackerChoice
     from shoal.peer.terminal.reporter import Reporter, setup_logging
@@ -429,6 +444,7 @@ def join_command(
             name=name,
             bind=bind_to,
             maps_ports=port_mapping,
+            relay_bps=relay_bps,
             advertise=reached_at,
             role=_ROLES[role],
             checkpoints=retention,

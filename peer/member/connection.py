@@ -16,6 +16,8 @@ from shoal.peer.member.memberships import Memberships
 from shoal.peer.member.replica import Emit, TrainingReplica, TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.options import SessionOptions
+from shoal.peer.relay.offer import RelayOffer
+from shoal.peer.relay.process import RELAY_IDENTITY_FILE
 from shoal.peer.state_transfer.start import RunStart, StartFiles
 from shoal.peer.training.device import describe_device
 from shoal.peer.training.outer_optimizer import outer_of
@@ -58,6 +60,7 @@ class RunConnection:
                 self._introduction,
                 options.limits,
                 maps_ports=self._may_map_ports(),
+                offer=self._relay_offer(),
             )
         )
         self.members: Memberships = self.network.start()
@@ -84,6 +87,14 @@ class RunConnection:
         """Return whether to ask the router for ports: not where others are told another address, or on loopback."""
         host, _ = self.options.bind
         return self.options.maps_ports and not self._advertised and reach_of(host) != "machine"
+
+    def _relay_offer(self) -> RelayOffer | None:
+        """Return the relay that the options offer to others, if any."""
+        options, (host, port) = self.options, self.options.bind
+        if not options.relay_bps:
+            return None
+        place = host, port + 2 if port else 0
+        return RelayOffer(options.state / RELAY_IDENTITY_FILE, place, options.relay_bps, options.limits)
 
     def look_at_amendments(self) -> None:
         """Report what the host has amended since the last call. Raises ``RunAmended`` once the run is to last longer

@@ -24,6 +24,7 @@ from shoal.peer.history.history_sync import HistorySync, fetch_verdicts
 from shoal.peer.history.record_archive import RecordArchive
 from shoal.peer.history.round_records import RecordOwner, RoundRecords
 from shoal.peer.machine_memory import return_freed_memory
+from shoal.peer.relay.offer import RelayOffer
 from shoal.peer.state_transfer.acquire import CatchUp, CurrentDownload, LocalCandidates, acquire_state
 from shoal.peer.state_transfer.chunk_format import format_of
 from shoal.peer.state_transfer.donor import StateDonor
@@ -171,12 +172,13 @@ class LocalMember:
         limits: TrafficLimits | None = None,
         *,
         maps_ports: bool = False,
+        offer: RelayOffer | None = None,
     ) -> AsyncIterator[LocalMember]:
         """Listen at ``bind``, join the run and send heartbeats; leave the run when the context ends.
 
         ``describe``: returns what other members see of this one; ``limits``: on this process's traffic; ``maps_ports``:
-        whether to ask the router to forward the ports, if nobody can connect otherwise. Raises the errors of
-        ``CoordinatorClient.join``.
+        whether to ask the router to forward the ports, if nobody can connect otherwise; ``offer``: of a relay for
+        others. Raises the errors of ``CoordinatorClient.join``.
         """
         keys = CurveKeys.fresh()
         client: CoordinatorClient | None = None
@@ -201,6 +203,9 @@ class LocalMember:
                 if maps_ports:
                     mapper = PortMapper((node.control_port, node.data_port))
                     member._background.append(member._tasks.create_task(keep_mapped(client, mapper)))
+                if offer is not None:
+                    port = client.me.ports[1] + 1 if client.me.ports else None
+                    member._background.append(member._tasks.create_task(offer.run(client, port)))
                 yield member
 
     @classmethod

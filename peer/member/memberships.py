@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from types import MappingProxyType
 
 from shoal.peer.member.member import LocalMember, StageMembership
+from shoal.peer.relay.offer import RelayOffer
 from shoal.swarm.aio import task_scope
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import ShoalError
@@ -48,9 +49,10 @@ class Memberships:
         limits: TrafficLimits | None = None,
         *,
         maps_ports: bool = False,
+        offer: RelayOffer | None = None,
     ) -> AsyncIterator[Memberships]:
         """Bind and join the run as ``LocalMember.open`` does; at the end leave all stages, then the run."""
-        opened = LocalMember.open(invite, identity, bind, describe, limits, maps_ports=maps_ports)
+        opened = LocalMember.open(invite, identity, bind, describe, limits, maps_ports=maps_ports, offer=offer)
         async with opened as run, task_scope() as tasks:
             members = cls(run, tasks)
             try:

@@ -25,8 +25,9 @@ from shoal.peer.terminal.events import (
     span_text,
 )
 from shoal.peer.terminal.snapshot import Flow, HeldStages
+from shoal.swarm.protocol.addresses import join_host_port
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
-from shoal.swarm.protocol.types import Coverage, MemberStatus, StageStatus
+from shoal.swarm.protocol.types import Coverage, MemberStatus, RelayStatus, StageStatus
 
 if TYPE_CHECKING:
     from shoal.peer.terminal.snapshot import Snapshot
@@ -295,14 +296,31 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     for number, one in enumerate(status.amendments):
         in_effect = "" if one.at_round <= status.round else "to come: "
         head.add_row("" if number else "amended", Text(printable(f"{in_effect}{one.text}"), style="yellow"))
+    names = {member.peer: member.name for member in status.members}
+    for relay in status.relays:
+        head.add_row("relay", relay_text(relay, names))
     head.add_row("running for", duration_text(status.elapsed_s))
     shown: list[RenderableType] = [head]
     if status.stages:
-        names = {member.peer: member.name for member in status.members}
         shown += [Text(), stages_drawing(status.stages, names)]
     shown.append(_members_table(status) if status.members else Text("\nnobody has joined yet", style="yellow"))
     shown += [Text(line, style="red") for line in stopped_lines(status.members)]
     return Group(*shown)
+
+
+def relay_text(relay: RelayStatus, names: Mapping[str, str]) -> str:
+    """Say where a relay is, whose it is, and what it carries."""
+    whose = f" of {printable(names.get(relay.peer, relay.peer))}" if relay.peer else ""
+    load = relay.load
+    carries = (
+        "it does not answer"
+        if load is None
+        else (
+            f"{load.links} connections of {load.clients} members, {filesize.decimal(load.carried_bytes)} so far, "
+            f"{load.busy:.0%} busy"
+        )
+    )
+    return f"{join_host_port(relay.host, relay.port)}{whose}: {carries}"
 
 
 def stopped_lines(members: Iterable[MemberStatus]) -> list[str]:

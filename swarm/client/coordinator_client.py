@@ -29,6 +29,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerAddressTried,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerReceipt,
+    CoordinatorToPeerRelayOffered,
     CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
@@ -36,6 +37,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
+    PeerToCoordinatorOfferRelay,
     PeerToCoordinatorRequestDial,
     PeerToCoordinatorShowAddresses,
     PeerToCoordinatorShowEvidence,
@@ -384,6 +386,12 @@ class CoordinatorClient:
         answer. Raises ``LinkError``."""
         ask = PeerToCoordinatorTryAddress(addresses=(address,))
         return (await self._connector.request(ask, CoordinatorToPeerAddressTried, JOIN_S)).trouble
+
+    async def offer_relay(self, relay_key: bytes, port: int | None) -> str:
+        """Offer this machine's relay to the run, once; None for the port withdraws it. Returns why it is not named to
+        others; empty if it is. Raises ``LinkError``."""
+        ask = PeerToCoordinatorOfferRelay(relay_key=relay_key, port=port)
+        return (await self._connector.request(ask, CoordinatorToPeerRelayOffered, JOIN_S)).trouble
 
     async def request_dial(self, ask: PeerToCoordinatorRequestDial, limit_s: float) -> None:
         """Have another member asked to dial this one, once. Raises ``LinkError``."""

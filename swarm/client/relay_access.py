@@ -43,6 +43,8 @@ class RelayAccess:
         self._client = client
         self._credentials: RelayCredentials | None = None
         self._relays: tuple[Address, ...] = ()
+        self._of_members: set[Address] = set()
+        """Those relays that members run."""
         self._expires_s = 0.0
         """On the monotonic clock: the host's clock, which the pass names, may differ from this machine's."""
         self._renewing = asyncio.Lock()
@@ -73,8 +75,9 @@ class RelayAccess:
             except NotAdmitted as error:
                 log.warning("ignored the relay %s: %s", relay.address, error)
             else:
-                known.append(relay.address)
-        self._relays = tuple(known)
+                known.append(relay)
+        self._relays = tuple(relay.address for relay in known)
+        self._of_members = {relay.address for relay in known if relay.of_member}
         self._credentials = RelayCredentials(client.identity, client.keys, client.certificate, answer.relay_pass)
         self._expires_s = asked_s + PASS_S
 
@@ -121,7 +124,9 @@ class RelayAccess:
                     registrations.pop(relay)[1].cancel()
                 for relay in wanted:
                     if relay not in registrations:
-                        registrations[relay] = client.node.relays.register(relay, self._current, changed.set)
+                        registrations[relay] = client.node.relays.register(
+                            relay, self._current, changed.set, names_callers=relay not in self._of_members
+                        )
                 changed.clear()
                 await self._show([relay for relay in wanted if registrations[relay][0].is_registered])
                 is_met = client.reachable or bool(client.relays)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.placement import Planner, planner_of
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
+from shoal.swarm.coordinator.run_relays import RunRelays
 from shoal.swarm.coordinator.stale_journal import check_ours, stale_journal_error
 from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, ShoalError, StorageError, TryLater, UnknownRun
 from shoal.swarm.protocol.addresses import may_name, network_of, plain_host
@@ -36,6 +37,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
     CoordinatorToPeerReceipt,
+    CoordinatorToPeerRelayOffered,
     CoordinatorToPeerRelays,
     CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
@@ -54,6 +56,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
+    PeerToCoordinatorOfferRelay,
     PeerToCoordinatorRelease,
     PeerToCoordinatorRequestDial,
     PeerToCoordinatorRequestLease,
@@ -66,7 +69,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowVerdict,
     PeerToCoordinatorTryAddress,
 )
-from shoal.swarm.protocol.paths import PASS_S, SignedRelay, make_pass
+from shoal.swarm.protocol.paths import PASS_S, make_pass, sign_relay
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.statements import check_ready, check_report
@@ -75,6 +78,7 @@ from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.token_buckets import TokenBuckets
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.node import Node
+from shoal.swarm.transport.relay.client import measure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -124,6 +128,7 @@ class ScopeHandlers:
             answers |= {
                 HostToCoordinatorCommand: self._host_command,
                 PeerToCoordinatorGetRelays: self._relays,
+                PeerToCoordinatorOfferRelay: self._offer_relay,
                 PeerToCoordinatorShowAddresses: self._show_addresses,
                 PeerToCoordinatorTryAddress: self._try_address,
                 PeerToCoordinatorRequestDial: self._request_dial,
@@ -207,10 +212,17 @@ class ScopeHandlers:
             run_toml=service.run_toml, run_hash=self.scope.run.hash, coordinator=service.certificate
         )
 
-    async def _checked(self, channel: Channel, claimed: tuple[Address, ...], role: Role) -> tuple[Address, ...]:
+    def _checked(self, channel: Channel, claimed: tuple[Address, ...], role: Role) -> tuple[Address, ...]:
         """The ways in which a member can be reached, checked. Raises ``NotAdmitted``."""
-        is_relayed = any(address.is_relayed for address in claimed)
-        return _addresses_of(channel, claimed, role, await self.service.relays() if is_relayed else ())
+        known = set[Address]()
+        if any(address.is_relayed for address in claimed):
+            known = self.service.relays.known(self._dialable(), time.monotonic())
+        return _addresses_of(channel, claimed, role, known)
+
+    def _dialable(self) -> dict[str, bool]:
+        """Whether each member is here and can be dialed, in the order in which they joined."""
+        members = self.scope.membership.members.items()
+        return {peer: one.alive and one.entry.reachable for peer, one in members}
 
     def _require_name(self, run: str) -> None:
         if run != self.service.name:
@@ -233,7 +245,7 @@ class ScopeHandlers:
                 certificate=message.certificate,
                 name=message.name,
                 role=message.role,
-                addresses=await self._checked(channel, message.addresses, message.role),
+                addresses=self._checked(channel, message.addresses, message.role),
                 reachable=False,
             )
             trouble = await self._dial_back(entry)
@@ -312,7 +324,9 @@ class ScopeHandlers:
     async def _status(self, channel: Channel, message: Message) -> Message:
         async with self.service.lock:
             self.scope.admission.require_member(channel.remote_key)
-            return self.scope.status(time.monotonic())
+            now_s = time.monotonic()
+            relays = self.service.relays.statuses(self._dialable(), now_s)
+            return self.scope.status(now_s).model_copy(update={"relays": relays})
 
     async def _history(self, channel: Channel, message: Message) -> Message:
         """Read verdicts from the journal, without the lock: what is in it never changes."""
@@ -327,12 +341,33 @@ class ScopeHandlers:
         """Name the run's relays, and make a pass for a member that wants to use them."""
         peer = self.scope.admission.require_member(channel.remote_key)
         self.service.path_requests.check(peer, 1)
-        relays = await self.service.relays()
+        relays = self.service.relays.named(self._dialable(), time.monotonic())
         identity, member = self.service.identity, self.scope.membership.members[peer]
         run_hash, expires_s = self.scope.run.hash, int(time.time()) + PASS_S
         # Its CURVE key is that of the channel, so it is known to be its own.
         relay_pass = make_pass(identity.sign, identity.public_key, run_hash, member.entry.certificate, expires_s)
         return CoordinatorToPeerRelays(relays=relays, relay_pass=relay_pass)
+
+    async def _offer_relay(self, channel: Channel, message: Message) -> Message:
+        """Name a member's relay to the others, once it has answered here. The member renews its offer."""
+        assert isinstance(message, PeerToCoordinatorOfferRelay)
+        peer = self.scope.admission.require_member(channel.remote_key)
+        if message.port is None:
+            self.service.relays.withdraw(peer)
+            return CoordinatorToPeerRelayOffered(trouble="")
+        self.service.path_requests.check(peer, 4)
+        entry, run = self.scope.membership.members[peer].entry, self.scope.run
+        if not entry.reachable or entry.role == "observer":
+            return CoordinatorToPeerRelayOffered(trouble="other members cannot reach this machine")
+        place = entry.address.host, message.port
+        relay = sign_relay(self.service.identity.sign, run.hash, message.relay_key, place, of_member=True)
+        measured = await measure(relay.address)
+        self.scope.admission.require_member(channel.remote_key)  # it may have left meanwhile
+        if measured is None:
+            self.service.relays.withdraw(peer)
+            return CoordinatorToPeerRelayOffered(trouble=f"no relay answers at {relay.address}: open that port, too")
+        is_taken = self.service.relays.offer(peer, relay, measured.load, time.monotonic())
+        return CoordinatorToPeerRelayOffered(trouble="" if is_taken else "the run has relays enough")
 
     async def _show_addresses(self, channel: Channel, message: Message) -> Message:
         """Take over how a member is reached from now on; new addresses that can be dialed are tried."""
@@ -340,7 +375,7 @@ class ScopeHandlers:
         peer = self.scope.admission.require_member(channel.remote_key)
         self.service.path_requests.check(peer, 4)
         entry = self.scope.membership.members[peer].entry
-        addresses = await self._checked(channel, message.addresses, entry.role)
+        addresses = self._checked(channel, message.addresses, entry.role)
         moved = entry.model_copy(update={"addresses": addresses})
         if moved.address != entry.address:
             moved = moved.model_copy(update={"reachable": not await self._dial_back(moved)})
@@ -353,7 +388,7 @@ class ScopeHandlers:
         assert isinstance(message, PeerToCoordinatorTryAddress)
         peer = self.scope.admission.require_member(channel.remote_key)
         self.service.path_requests.check(peer, 4)
-        addresses = _addresses_of(channel, message.addresses, "trainer", ())
+        addresses = _addresses_of(channel, message.addresses, "trainer", set())
         entry = self.scope.membership.members[peer].entry.model_copy(update={"addresses": addresses})
         return CoordinatorToPeerAddressTried(trouble=await self.service.node.try_both_ports(entry, _DIAL_BACK_S))
 
@@ -560,10 +595,6 @@ class PathRequests:
             raise TryLater("too many requests about addresses and relays: try again in a minute")
 
 
-async def _no_relays() -> tuple[SignedRelay, ...]:
-    return ()
-
-
 # The program ------------------------------------------------------------------------------------------------
 
 _TICK_S = 0.1
@@ -606,8 +637,7 @@ class CoordinatorService:
         self.run = machine
         self.scope: RoundScope | PipelineRun = self.run.scope if isinstance(self.run, PlainRun) else self.run
         """The run's own scope, number 0."""
-        self.relays: Callable[[], Awaitable[tuple[SignedRelay, ...]]] = _no_relays
-        """Returns the run's relays; called when a member asks for them."""
+        self.relays = RunRelays()
         self.path_requests = PathRequests()
         self.host_commands = HostCommands(self.scope, identity)
         self.handlers = [ScopeHandlers(self, self.scope)]
@@ -830,12 +860,12 @@ def _judged(
 
 
 def _addresses_of(
-    channel: Channel, claimed: tuple[Address, ...], role: Role, relays: tuple[SignedRelay, ...]
+    channel: Channel, claimed: tuple[Address, ...], role: Role, known: Set[Address]
 ) -> tuple[Address, ...]:
     """The ways in which a member says that it can be reached, each checked. Raises ``NotAdmitted``.
 
-    Relays that the run does not have (any more) are left out."""
-    observed, known = plain_host(channel.remote_host), {relay.address for relay in relays}
+    ``known``: the run's relays; others are left out, also those that it has no more."""
+    observed = plain_host(channel.remote_host)
     is_called = role != "observer"
     return tuple(
         address

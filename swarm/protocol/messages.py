@@ -23,7 +23,7 @@ from shoal.swarm.protocol.types import (
     MAX_PARTS,
     MAX_PATHS,
     MAX_RANGES,
-    MAX_RELAYS,
+    MAX_RUN_RELAYS,
     MAX_STAGES,
     MAX_TENSORS,
     MAX_TOKEN_BYTES,
@@ -67,6 +67,7 @@ from shoal.swarm.protocol.types import (
     Rate,
     Record,
     RelayLoad,
+    RelayStatus,
     Role,
     SampleRange,
     Seconds,
@@ -305,6 +306,15 @@ class PeerToCoordinatorGetRelays(Message):
     """Ask for the run's relays, and for a pass to use them."""
 
 
+class PeerToCoordinatorOfferRelay(Message):
+    """Offer the relay at ``port`` of this member's own address to the run, for a while; None withdraws it.
+
+    The coordinator dials it, and says what does not work."""
+
+    relay_key: Key
+    port: Port | None
+
+
 class PeerToCoordinatorRequestDial(Message):
     """Ask that another member, which cannot be reached, dials this one, which can."""
 
@@ -385,8 +395,14 @@ class CoordinatorToPeerAddressTried(Message):
 class CoordinatorToPeerRelays(Message):
     """The run's relays, and a pass for them."""
 
-    relays: Annotated[tuple[SignedRelay, ...], Field(max_length=MAX_RELAYS)]
+    relays: Annotated[tuple[SignedRelay, ...], Field(max_length=MAX_RUN_RELAYS)]
     relay_pass: RelayPass
+
+
+class CoordinatorToPeerRelayOffered(Message):
+    """``trouble``: why the relay is not named to other members; empty if it is."""
+
+    trouble: Text
 
 
 class CoordinatorToPeerDial(Message):
@@ -454,7 +470,7 @@ class CoordinatorToPeerStatus(Message):
     ``outlook``: a sentence on what the run waits for while nobody holds its newest state, otherwise empty. ``warning``:
     a sentence on a loss that has risen far, otherwise empty. ``coverage``: of the newest epochs, oldest first; empty
     while the length of an epoch is not known. ``stages``: of a pipeline, once they are planned. ``amendments``: those
-    in effect, and those to come."""
+    in effect, and those to come. ``relays``: those that run now."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -473,6 +489,7 @@ class CoordinatorToPeerStatus(Message):
     elapsed_s: Seconds
     outlook: Text = ""
     warning: Text = ""
+    relays: Annotated[tuple[RelayStatus, ...], Field(max_length=MAX_RUN_RELAYS)] = ()
     coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
     members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
     stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()

@@ -20,6 +20,9 @@ from shoal.swarm.protocol.types import Address, Certificate, Digest, Host, Key, 
 PASS_S = 3600
 """Validity of a pass. Members renew it; one that was removed can use relays no longer than this."""
 
+RELAY_OFFER_S = 100.0
+"""Validity of a member's offer of its relay, which it renews three times as often."""
+
 CLOCK_ERROR_S = 300
 """Difference of two machines' clocks that is put up with."""
 
@@ -34,11 +37,15 @@ ExpiryTime = Annotated[int, Field(ge=0, lt=2**33)]
 
 
 class SignedRelay(Record):
-    """A relay of a run, with its identity key and where it listens; ``signature``: the host's."""
+    """A relay of a run, with its identity key and where it listens; ``signature``: the host's.
+
+    ``of_member``: a member's, which may work against the others: what it says of its callers' addresses is not
+    believed."""
 
     relay_key: Key
     host: Host
     port: Port
+    of_member: bool = False
     signature: Signature
 
     @property
@@ -61,21 +68,29 @@ class RelayPass(Record):
     signature: Signature
 
 
-def _relay_bytes(run_hash: bytes, relay_key: bytes, host: str, port: int) -> bytes:
-    return _RELAY + run_hash + relay_key + struct.pack(">H", port) + host.encode()
+def _relay_bytes(run_hash: bytes, relay_key: bytes, address: tuple[str, int], *, of_member: bool) -> bytes:
+    host, port = address
+    return _RELAY + run_hash + relay_key + struct.pack(">?H", of_member, port) + host.encode()
 
 
 def sign_relay(
-    sign: Callable[[bytes], bytes], run_hash: bytes, relay_key: bytes, address: tuple[str, int]
+    sign: Callable[[bytes], bytes],
+    run_hash: bytes,
+    relay_key: bytes,
+    address: tuple[str, int],
+    *,
+    of_member: bool = False,
 ) -> SignedRelay:
     """Name a relay of a run, with the host's key."""
-    signature = sign(_relay_bytes(run_hash, relay_key, *address))
-    return SignedRelay(relay_key=relay_key, host=address[0], port=address[1], signature=signature)
+    signature = sign(_relay_bytes(run_hash, relay_key, address, of_member=of_member))
+    host, port = address
+    return SignedRelay(relay_key=relay_key, host=host, port=port, of_member=of_member, signature=signature)
 
 
 def check_relay(relay: SignedRelay, run_hash: bytes, host_key: bytes) -> None:
     """Check that the host has named this relay for this run. Raises ``NotAdmitted``."""
-    if not verify_signature(host_key, relay.signature, _relay_bytes(run_hash, relay.relay_key, relay.host, relay.port)):
+    said = _relay_bytes(run_hash, relay.relay_key, (relay.host, relay.port), of_member=relay.of_member)
+    if not verify_signature(host_key, relay.signature, said):
         raise NotAdmitted("the run's host has not signed this relay")
 
 

@@ -30,6 +30,7 @@ MAX_ADDRESSES = 8
 MAX_PATHS = 32
 MAX_TOLD_PATHS = 4
 MAX_RELAYS = 4
+MAX_RUN_RELAYS = 8
 MAX_EPOCHS = 16
 MAX_UNMET = 32
 MAX_TROUBLE = 1000
@@ -423,6 +424,16 @@ class RelayLoad(Record):
     clients: Count = 0
     links: Count = 0
     carried_bytes: Count = 0
+
+
+class RelayStatus(Record):
+    """A relay of the run in ``shoal status``. ``peer``: the member that offers it, None for the host's; ``load``: None
+    while that is not known."""
+
+    host: Host
+    port: Port
+    peer: PeerId | None = None
+    load: RelayLoad | None
 
 
 class MemberStatus(Record):

@@ -46,6 +46,7 @@ from shoal.swarm.transport.limits.download_quota import Reader
 from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 from shoal.swarm.transport.limits.traffic_meter import TrafficMeter
 from shoal.swarm.transport.paths.failed_dials import FailedDials
+from shoal.swarm.transport.paths.punch_pauses import PunchPauses
 from shoal.swarm.transport.paths.relay_paths import RelayPaths, punch
 from shoal.swarm.transport.paths.unmet_peers import UnmetPeers
 from shoal.swarm.transport.relay.client import RelayedSocket
@@ -111,6 +112,7 @@ class Node:
         self._link_locks: dict[str, asyncio.Lock] = {}
         self._undialed, self._silent = FailedDials(), FailedDials()
         """Members that could not be dialed from here though others could, and that did not dial when asked to."""
+        self._punch_pauses = PunchPauses()
         self.unmet = UnmetPeers()
         """Members of which this node could get nothing, as no connection was possible."""
         self.host_key = b""
@@ -204,6 +206,7 @@ class Node:
         self._link_locks = {peer: lock for peer, lock in locks if peer in self._rosters or lock.locked()}
         self._undialed.forget(keys)
         self._silent.forget(keys)
+        self._punch_pauses.forget([peer for peer in self._punch_pauses.peers if peer not in self._rosters])
         self.unmet.forget([peer for peer in self.unmet.failed if peer not in self._rosters])
 
     def knows_key(self, curve_key: bytes) -> bool:
@@ -310,7 +313,7 @@ class Node:
             self._close_silent_link(entry, link, wait_s)
             raise LinkError(f"{peer} sent no chunk of {blob.kind} {blob.number} for {wait_s:.1f} s") from error
         except LinkClosed:
-            self._data.close_link(link)
+            self._close_broken_link(peer, link)
             raise
         finally:
             self._data.close_stream(link, number, finished=finished)
@@ -318,7 +321,12 @@ class Node:
     def _close_silent_link(self, entry: RosterEntry, link: Link, silent_s: float) -> None:
         """Close a link over which no frame came at all, if this side can open another one."""
         if (link.is_ours or entry.can_be_met) and time.monotonic() - link.last_frame_s >= silent_s:
-            self._data.close_link(link)
+            self._close_broken_link(entry.peer, link)
+
+    def _close_broken_link(self, peer: str, link: Link) -> None:
+        if link.path == "punched":
+            self._punch_pauses.note_broken(peer, time.monotonic())
+        self._data.close_link(link)
 
     async def try_both_ports(self, entry: RosterEntry, wait_s: float) -> str:
         """Dial a peer that is no member yet at both of its ports, and hang up. Returns what does not work, for people;
@@ -517,7 +525,7 @@ class Node:
             return over[-1].socket
 
         link = await self._data.open_link(key, dial, agree, path="relayed")
-        if self.relays.punches:
+        if self.relays.punches and self._punch_pauses.may_punch(entry.peer, time.monotonic()):
             self._tasks.create_task(self._improve(link, entry, over[0], agree))
         return link
 

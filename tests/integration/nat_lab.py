@@ -134,6 +134,10 @@ class NatLab:
         if self._machines[machine] == Kind.CGNAT:
             self._spaces.ip(space, f"route replace default via {_CARRIER}.0.1")
 
+    def part(self, machine: str, other: str) -> None:
+        """Have a machine's gateway drop what comes from another machine, unseen by both."""
+        self._nft(self.gateway(machine), f"insert rule ip lab passing ip saddr {self.outside(other)} drop\n")
+
     def forget(self, machine: str) -> None:
         """Have a machine's gateway forget all mappings, as after a restart: connections through it are dead."""
         self._spaces.call(self.gateway(machine), _flush_conntrack)

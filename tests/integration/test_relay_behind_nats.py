@@ -38,6 +38,13 @@ def test_members_and_host_behind_nats_complete_rounds(swarm: Swarm, kind: Kind, 
             member.committed(after=1, within_s=START_S + ROUNDS_S)
         if is_punched:
             eventually("a direct path", lambda: any(PUNCHED in one.text() for one in members), START_S, swarm.tails)
+            for member in members:
+                member.committed(after=member.last_round())
+            lab.part("ann", "bob")  # the direct path drops in use; the relay stays
+            lab.part("bob", "ann")
+            last = max(member.last_round() for member in members)
+            for member in members:
+                member.committed(after=last + 2)
         else:
             assert not any(PUNCHED in one.text() for one in members)
         finish(host, members)

@@ -190,16 +190,26 @@ class RelayPaths:
     # Being called -------------------------------------------------------------------------------------------
 
     def register(
-        self, relay: Address, credentials: Callable[[], RelayCredentials], on_change: Callable[[], None]
+        self,
+        relay: Address,
+        credentials: Callable[[], RelayCredentials],
+        on_change: Callable[[], None],
+        *,
+        names_callers: bool = True,
     ) -> tuple[Registration, asyncio.Task[None]]:
-        """Be reachable over a relay until the task is cancelled."""
+        """Be reachable over a relay until the task is cancelled.
 
-        registration = Registration(relay, credentials, self._take, on_change)
+        ``names_callers``: whether limits by network go by what the relay says of its callers' addresses; otherwise all
+        of them count as coming from the relay's own, which a member's might lie about."""
+
+        async def take(caller: RelayedSocket) -> None:
+            await self._take(caller, caller.other[0] if names_callers else relay.host)
+
+        registration = Registration(relay, credentials, take, on_change)
         return registration, self._tasks.create_task(registration.run())
 
-    async def _take(self, caller: RelayedSocket) -> None:
+    async def _take(self, caller: RelayedSocket, host: str) -> None:
         """Hand a caller's connection to the plane that it is for. Raises ``LinkError``, ``OSError``."""
-        host = caller.other[0]
         if caller.plane == "data":
             if self.punches:
                 self._tasks.create_task(self._punch_and_take(caller))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.swarm.errors import TryLater
 from shoal.swarm.token_buckets import TokenBuckets
@@ -79,6 +79,12 @@ class RelayBooks:
         """Count a request before its signatures are checked. Raises ``TryLater``."""
         if not self._network_calls.take(network, 1, now_s):
             raise TryLater("this relay has had too many requests from your network: try again in a minute")
+
+    def set_rate(self, bytes_s: float) -> None:
+        """Change the rate of all bytes together; 0 for no limit."""
+        if bytes_s != self.limits.bytes_s:
+            self.limits = replace(self.limits, bytes_s=bytes_s)
+            self._all_bytes = TokenBuckets[None](bytes_s or 1.0, max(bytes_s, 1.0))
 
     def busy(self, now_s: float) -> float:
         """The share of its links or of its rate that is in use, whichever is more; 0 to 1."""

@@ -194,6 +194,31 @@ async def test_a_member_that_does_not_dial_when_asked_is_dialed_again() -> None:
 
 
 @run
+async def test_a_punched_path_that_breaks_is_replaced_by_the_relay_and_not_tried_for_at_once() -> None:
+    async with walled() as (relay, _, (a, b)):
+        for member in (a, b):
+            member.node.relays.punches = True
+        source = Source(60, size=50_000, held_at=20)
+        a.node.publish(STATE, Source(1))
+        await fetched(b, a, Source(1))
+        await until(lambda: {link.path for link in b.node._data.all_links()} == {"punched"})
+        before = relay.server.books.carried.sent_bytes
+        long = Blob(kind="state", number=2)
+        a.node.publish(long, source)
+        fetching = asyncio.create_task(fetched(b, a, source, long))
+        await until(lambda: 20 in source.asked)
+        assert relay.server.books.carried.sent_bytes == before, "it goes over the direct path"
+        for link in b.node._data.all_links():
+            for connection in list(link.connections):
+                connection.socket.shutdown(socket.SHUT_RDWR)
+        source.go.set()
+        await fetching
+        assert relay.server.books.carried.sent_bytes - before > 39 * 50_000
+        assert [one.kind for one in b.node.path_reports()] == ["relayed"]
+        assert not b.node._punch_pauses.may_punch(a.peer, time.monotonic())
+
+
+@run
 async def test_another_relay_takes_over_from_one_that_is_gone() -> None:
     host, members = Identity.generate(), [Member(), Member()]
     async with relay_of(host) as second, swarm_of(*members) as (a, b):
