@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from pathlib import Path
 
 from shoal.peer.relay.process import RelayProcess
@@ -39,29 +38,21 @@ class RelayOffer:
         return min(self._bps, *(_SHARE * bps for bps in limits if bps), self._bps) / 8
 
     async def run(self, client: CoordinatorClient, port: int | None) -> None:
-        """Offer the relay again and again until cancelled, then withdraw it.
+        """Offer the relay again and again until cancelled. The offer ends with the membership.
 
         ``port``: where others reach it, None for the port on which it listens."""
         relay = RelayProcess(self._identity, self._bind, client.coordinator_key, self.bytes_s)
         relay.on_carried = self._count
-        key = None
         async with task_scope() as tasks:
-            running = tasks.create_task(relay.run())
-            try:
-                while True:
-                    if relay.bytes_s != self.bytes_s:
-                        relay.set_rate(self.bytes_s)
-                    url, trouble = relay.url(), "it is being started"
-                    if url is not None:
-                        key = url.key
-                        trouble = await self._offer(client, key, port or url.port)
-                        self._tell(trouble, f"{self.bytes_s * 8 / 1e6:g} Mbit/s at port {port or url.port}")
-                    await asyncio.sleep(_RETRY_S if trouble else RELAY_OFFER_S / 3)
-            finally:
-                running.cancel()
-                if key is not None:
-                    with suppress(LinkError):
-                        await client.offer_relay(key, None)
+            tasks.create_task(relay.run())
+            while True:
+                if relay.bytes_s != self.bytes_s:
+                    relay.set_rate(self.bytes_s)
+                url, trouble = relay.url(), "it is being started"
+                if url is not None:
+                    trouble = await self._offer(client, url.key, port or url.port)
+                    self._tell(trouble, f"{self.bytes_s * 8 / 1e6:g} Mbit/s at port {port or url.port}")
+                await asyncio.sleep(_RETRY_S if trouble else RELAY_OFFER_S / 3)
 
     async def _offer(self, client: CoordinatorClient, key: bytes, port: int) -> str:
         try:

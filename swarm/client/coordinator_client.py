@@ -387,9 +387,10 @@ class CoordinatorClient:
         ask = PeerToCoordinatorTryAddress(addresses=(address,))
         return (await self._connector.request(ask, CoordinatorToPeerAddressTried, JOIN_S)).trouble
 
-    async def offer_relay(self, relay_key: bytes, port: int | None) -> str:
-        """Offer this machine's relay to the run, once; None for the port withdraws it. Returns why it is not named to
-        others; empty if it is. Raises ``LinkError``."""
+    async def offer_relay(self, relay_key: bytes, port: int) -> str:
+        """Offer this machine's relay to the run, once. Returns why it is not named to others; empty if it is.
+
+        Raises ``LinkError``."""
         ask = PeerToCoordinatorOfferRelay(relay_key=relay_key, port=port)
         return (await self._connector.request(ask, CoordinatorToPeerRelayOffered, JOIN_S)).trouble
 

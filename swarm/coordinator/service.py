@@ -352,9 +352,6 @@ class ScopeHandlers:
         """Name a member's relay to the others, once it has answered here. The member renews its offer."""
         assert isinstance(message, PeerToCoordinatorOfferRelay)
         peer = self.scope.admission.require_member(channel.remote_key)
-        if message.port is None:
-            self.service.relays.withdraw(peer)
-            return CoordinatorToPeerRelayOffered(trouble="")
         self.service.path_requests.check(peer, 4)
         entry, run = self.scope.membership.members[peer].entry, self.scope.run
         if not entry.reachable or entry.role == "observer":

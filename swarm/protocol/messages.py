@@ -307,12 +307,12 @@ class PeerToCoordinatorGetRelays(Message):
 
 
 class PeerToCoordinatorOfferRelay(Message):
-    """Offer the relay at ``port`` of this member's own address to the run, for a while; None withdraws it.
+    """Offer the relay at ``port`` of this member's own address to the run, for a while.
 
     The coordinator dials it, and says what does not work."""
 
     relay_key: Key
-    port: Port | None
+    port: Port
 
 
 class PeerToCoordinatorRequestDial(Message):

@@ -85,7 +85,6 @@ REQUESTS: tuple[Message, ...] = (
     PeerToCoordinatorShowAddresses(addresses=(Address(host="", control_port=1, data_port=2),)),
     PeerToCoordinatorRequestDial(peer=entry(WALLED).peer),
     PeerToCoordinatorOfferRelay(relay_key=bytes(32), port=9),
-    PeerToCoordinatorOfferRelay(relay_key=bytes(32), port=None),
 )
 
 
@@ -199,7 +198,7 @@ def test_only_a_member_that_can_be_dialed_has_others_asked_for_it(tmp_path: Path
     served(tmp_path, main)
 
 
-def test_a_members_relay_is_named_once_it_has_answered_until_it_is_withdrawn(tmp_path: Path) -> None:
+def test_a_members_relay_is_named_once_it_has_answered_and_as_long_as_it_does(tmp_path: Path) -> None:
     async def main(service: CoordinatorService) -> None:
         async def named() -> list[tuple[str, int, bool]]:
             answer = await ask(service, WALLED, PeerToCoordinatorGetRelays())
@@ -223,10 +222,6 @@ def test_a_members_relay_is_named_once_it_has_answered_until_it_is_withdrawn(tmp
             status = await ask(service, WALLED, PeerToCoordinatorGetStatus())
             assert isinstance(status, CoordinatorToPeerStatus)
             assert [(one.peer, one.port) for one in status.relays] == [(entry(PUBLIC).peer, port)]
-            await ask(service, PUBLIC, PeerToCoordinatorOfferRelay(relay_key=key, port=None))
-            assert await named() == []
-            await ask(service, PUBLIC, offer)
-            assert await named() == [(HOST, port, True)]
         gone = await ask(service, PUBLIC, offer)
         assert "no relay answers" in gone.trouble
         assert await named() == []
