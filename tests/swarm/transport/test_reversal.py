@@ -75,19 +75,20 @@ async def test_nobody_is_asked_who_can_be_dialed_or_by_whom_nobody_can_dial() ->
         assert asked == []
 
 
+@pytest.mark.parametrize("is_away", [False, True])
 @run
-async def test_one_that_does_not_dial_back_costs_a_while_and_no_more() -> None:
+async def test_one_that_does_not_dial_back_costs_a_while_and_no_more(is_away: bool) -> None:
     async with parted() as (public, walled, asked):
 
         async def request_dial(peer: str) -> None:
             asked.append(peer)
-            if len(asked) > 1:
+            if is_away:
                 raise Unreachable("the coordinator is away")
 
         public.node.request_dial = request_dial
         with pytest.raises(Unreachable, match="has not connected"):
             await fetched(public, walled, Source(1), progress_s=0.5)
-        assert len(asked) > 1
+        assert (len(asked) > 1) is is_away, "who was asked and is silent is not asked again at once"
 
 
 @run
