@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from types import TracebackType
@@ -120,12 +120,21 @@ class Session:
         device = next(model.parameters()).device
         session = cls.connect(invite, options, str(device))
         try:
-            session._warn_of_unused_settings(inner_optimizer)
-            session.start(TrainingSetup(model, inner_optimizer, own_loop=OwnLoop(clip_norm)))
+            session.start_own_loop(model, inner_optimizer, clip_norm)
         except BaseException:
             session.close()
             raise
         return session
+
+    def start_own_loop(
+        self, model: nn.Module, inner_optimizer: Optimizer | None = None, clip_norm: float | None = None
+    ) -> None:
+        """Agree with the run on the model of an own loop, and load the anchor into it; after ``connect``.
+
+        Arguments as of ``join``. Raises as ``start``.
+        """
+        self._warn_of_unused_settings(inner_optimizer)
+        self.start(TrainingSetup(model, inner_optimizer, own_loop=OwnLoop(clip_norm)))
 
     def start(self, setup: TrainingSetup) -> None:
         """Agree with the run on model and data, and load the anchor into the model.
@@ -216,6 +225,21 @@ class Session:
                     break
                 self._timer.start()
 
+    def counted(self, batches: Iterable[Any], batch_samples: int) -> Iterator[Any]:
+        """Iterate over a loop's own ``batches`` of ``batch_samples`` samples, which leases only count.
+
+        For data that has no common order, such as streams: what is in a batch is the loop's business, and the run knows
+        how many samples were trained. It ends with the run or with ``batches``. Raises as ``batches``.
+        """
+        self.samples.put_back()
+        for batch in batches:
+            if not self._next_range(batch_samples):
+                return
+            self.samples.next_batch(batch_samples)
+            self._timer.start()
+            yield batch
+            self._check_steps_come()
+
     def _lease_at_once(self, samples: int) -> None:
         """Lease samples for a while, at least ``samples``; none if something goes before local work."""
         if self._stopping or self._can_conclude() or self._member.client.coordinator_is_away:
@@ -259,6 +283,29 @@ class Session:
             )
         counted = self._replica.samples.finish(samples, loss)
         self._note_samples(counted)
+
+    def stepped_batches(self, batches: int, loss: Tensor | float) -> None:
+        """Count the ``batches`` oldest batches after a step that the loop has taken itself; as ``stepped``.
+
+        For loops that do not see how many samples are in a batch, as where a collator packs them.
+        """
+        self.stepped(self.samples.samples_in(batches), loss)
+
+    def offer_if_due(self) -> None:
+        """Offer the local work to a round that is due, and go on without waiting for the round's end.
+
+        For loops that only read the model for long, as in an evaluation: call it often meanwhile, and ``conclude``
+        afterwards. The model stays as it is until then.
+        """
+        self._timer.pause()
+        replica = self._replica
+        if not replica.exchanging and self._attention() is Attention.ROUND:
+            self._run_round(replica.begin_exchange)
+
+    def conclude(self) -> None:
+        """Wait for the end of a round that ``offer_if_due`` has offered work to, and go on from its anchor."""
+        if self._replica.exchanging and not self.run_file.averaging.overlap:
+            self._run_round(self._replica.conclude_round)
 
     @property
     def lr_factor(self) -> float:

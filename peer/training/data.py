@@ -159,6 +159,19 @@ class LeasedSamples:
         """Number of batches in hand that the loop has, leased or not."""
         return sum(one.given for one in self._batches)
 
+    def samples_in(self, batches: int) -> int:
+        """Return the number of samples in the ``batches`` oldest batches that the loop has, leased or not.
+
+        Raises ``UserError`` if it has fewer.
+        """
+        given = [one.samples for one in self._batches if one.given]
+        if len(given) < batches:
+            raise UserError(
+                f"the loop has stepped with {batches} batches and took {len(given)} of this session: it has to train "
+                "on the leased batches and no others"
+            )
+        return sum(given[:batches])
+
     @property
     def in_round(self) -> int:
         """Number of samples done and not offered."""

@@ -5,16 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.peer.memory_session import NOTHING_AMENDED, Loop
 
 from shoal.peer.member.connection import RunConnection
-from shoal.peer.member.member import Progress
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.session import Readiness, Session, StepTimer
-from shoal.peer.training.data import LeasedSamples
 from shoal.swarm.errors import Diverged, StorageError, UserError
-from shoal.swarm.protocol.run_file import parse_run_file
-
-NOTHING_AMENDED = SimpleNamespace(look_at_amendments=lambda: None)
 
 
 def test_threads_end_although_the_last_checkpoint_fails() -> None:
@@ -88,41 +84,6 @@ def test_a_session_that_is_stopped_while_it_resyncs_ends_its_loop() -> None:
 
 # Loops of one's own -------------------------------------------------------------------------------------------
 
-
-class Loop:
-    """A session whose replica takes no steps and which always has leases. ``stepped``: (samples, factor) of steps."""
-
-    def __init__(self, toml: str = "", recipe: dict[str, Any] | None = None) -> None:
-        self.run = parse_run_file(f"{toml}\n[run]\nname = 'r'\n[recipe]\nname = 'own'\n[round]\ntokens = 64\n")
-        self.samples = LeasedSamples(1)
-        self.steps: list[tuple[int, float]] = []
-        self.asked: list[int] = []
-        self.resyncs = 0
-        replica = SimpleNamespace(samples=self.samples, tokens_per_sample=1, recipe_config=recipe)
-        replica.verdict_is_known, replica.exchanging, replica.round = False, False, 0
-        replica.step, replica.describe = (lambda *step: self.steps.append(step)), lambda data: None
-        session: Any = Session.__new__(Session)
-        session._connection = NOTHING_AMENDED
-        session._network, session._stopping = SimpleNamespace(failure=None), False
-        session._timer, session._schedule_is_watched = StepTimer(), False
-        session._replica_or_none, session.run_file = replica, self.run
-        self.view = SimpleNamespace(round=0, phase="training", must_resync=False, tokens_committed=0, tokens_in_round=0)
-        deadlines = SimpleNamespace(lease_s=1.0, first_step_s=1.0)
-        client = SimpleNamespace(view=self.view, closes_at_s=None, deadlines=deadlines, coordinator_is_away=False)
-        client.run_now = self.run
-        session._member = SimpleNamespace(client=client, rejoined=False, progress=Progress())
-        session.fetch_lease = session._lease = self._lease
-        session.options = SimpleNamespace(role="trainer")
-        self.session: Session = session
-        self.leases = 8
-
-    def _lease(self, samples: int) -> None:
-        self.asked.append(samples)
-        start = 16 * (len(self.asked) - 1)
-        if len(self.asked) <= self.leases:
-            self.samples.add_lease(start, start + 16)
-
-
 BATCHES = "inner.batch_samples = 4"
 
 
@@ -158,6 +119,52 @@ def test_a_loader_leases_ahead_only_if_nothing_goes_before_local_work() -> None:
     loop.session._lease_at_once(8)
     assert len(loop.asked) == 3
     assert loop.asked[2] >= 8
+
+
+def test_a_loop_may_count_steps_by_batches() -> None:
+    loop = Loop(BATCHES)
+    batches = loop.session.loader(range(1000), batch_size=12)
+    sizes = [len(next(batches)) for _ in range(2)]
+    assert sizes == [12, 12]
+    loop.session.stepped_batches(2, 3.0)
+    assert (loop.samples.in_round, loop.samples.in_hand) == (24, 0)
+    next(batches)
+    with pytest.raises(UserError, match="has stepped with 2 batches and took 1 of this session"):
+        loop.session.stepped_batches(2, 3.0)
+
+
+def test_leases_count_the_samples_of_a_loops_own_data() -> None:
+    loop = Loop(BATCHES)
+    for number, word in enumerate(loop.session.counted(iter("abc"), 8), 1):
+        assert word == "abc"[number - 1]
+        loop.session.stepped_batches(1, 1.0)
+        assert loop.samples.in_round == 8 * number
+    loop.session.request_stop()
+    assert list(loop.session.counted(iter("abc"), 8)) == [], "the run is over"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_evaluation_does_not_keep_a_round_waiting(overlap: bool) -> None:
+    """Work is offered in its midst, once; the model changes after it, or with overlap when that does no harm."""
+    loop = Loop(f"{BATCHES}\naveraging.overlap = {str(overlap).lower()}")
+    replica, did = loop.session._replica, []
+
+    def note(word: str, exchanging: bool) -> bool:
+        did.append(word)
+        replica.exchanging = exchanging  # type: ignore[misc]
+        return True
+
+    replica.begin_exchange = lambda: note("offered", True)  # type: ignore[method-assign]
+    replica.conclude_round = lambda: note("concluded", False)  # type: ignore[method-assign]
+    loop.session.offer_if_due()
+    loop.session.conclude()
+    assert did == [], "no round is due"
+    loop.view.phase = "averaging"
+    for _ in range(3):
+        loop.session.offer_if_due()
+    assert did == ["offered"]
+    loop.session.conclude()
+    assert did == (["offered"] if overlap else ["offered", "concluded"])
 
 
 def test_a_loop_that_never_steps_is_told() -> None:
