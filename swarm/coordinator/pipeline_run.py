@@ -264,6 +264,7 @@ class PipelineRun:
             scope = RoundScope(self.settings.run, self._sign, self.log, number, layers, self.settings)
             assert scope.stage is not None
             scope.admission.access_list = self.admission.access_list
+            scope.together = self.scopes
             self.scopes.append(scope)
             self.stages.append(scope.stage)
 

@@ -44,9 +44,11 @@ class History:
 
     def newest_kept(self, kept: set[tuple[int, bytes]]) -> int | None:
         """Return the newest version before the present one that is kept with the vouched digest."""
-        return max(
-            (one for one, digest in kept if one < len(self.rounds) and self.rounds[one].digest == digest), default=None
-        )
+        return max((version for version, digest in kept if self.vouches_for(version, digest)), default=None)
+
+    def vouches_for(self, version: int, digest: bytes) -> bool:
+        """Whether a version before the present one has this digest."""
+        return version < len(self.rounds) and self.rounds[version].digest == digest
 
     def cost_s(self, version: int) -> float:
         """Return the duration of the rounds that going back to ``version`` undoes."""

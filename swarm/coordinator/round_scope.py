@@ -79,7 +79,13 @@ from shoal.swarm.coordinator.trust import (
     work_after,
 )
 from shoal.swarm.coordinator.work_review import WorkReview
-from shoal.swarm.coordinator.wrong_means import is_pending, rollback_behind, say_rollback_behind, version_of
+from shoal.swarm.coordinator.wrong_means import (
+    believed_versions,
+    is_pending,
+    rollback_behind,
+    say_rollback_behind,
+    version_of,
+)
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.protocol.messages import (
@@ -171,6 +177,8 @@ class RoundScope:
         self.setback = Setback()
         self.disproved: ev.MeanDisproved | None = None
         """Mean behind which the run is about to go back."""
+        self.together: Sequence[RoundScope] = (self,)
+        """Scopes that go back together: this one, or all stages of a pipeline."""
         self.rounds_aborted = self.rounds_undone = 0
         self.tokens_committed = self.tokens_undone = 0
         self.loss: float | None = None
@@ -532,7 +540,7 @@ class RoundScope:
             state_digest=self.agreed_digest,
             agreement=self.agreement,
             is_disputed=self.is_disputed,
-            wants_kept=self.disproved is not None,
+            wants_kept=any(one.disproved is not None for one in self.together),
             tokens_committed=self.tokens_committed,
             tokens_in_round=self.tokens_in_round(),
             members=len(self.membership.trainers()),
@@ -1010,7 +1018,12 @@ class RoundScope:
         is_told = now_s >= self._asked_for_kept_s + 2 * self.deadlines.heartbeat_s
         if not is_told or self.round.phase not in ("waiting", "training"):
             return None
-        return rollback_behind(self.disproved, self.history, self.membership.trainers())
+        others = [one.kept_versions() for one in self.together if one is not self]
+        return rollback_behind(self.disproved, self.history, self.membership.trainers(), others)
+
+    def kept_versions(self) -> set[int]:
+        """Return the versions whose states members here say that they keep, as verdicts vouch for them."""
+        return believed_versions(self.history, self.membership.trainers())
 
     def say_rollback(self, back: PossibleRollback) -> str:
         """Return the reason of the verdict with which the run goes back."""

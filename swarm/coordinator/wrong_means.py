@@ -6,7 +6,7 @@ new rounds are undone, and only to a state that is not much older."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from shoal.swarm.coordinator.events import MeanDisproved
 from shoal.swarm.coordinator.membership import Member
@@ -36,17 +36,26 @@ def is_pending(disproved: MeanDisproved, history: History) -> bool:
     return version_of(history, disproved.round, 2 * FRESH_ROUNDS) is not None
 
 
+def believed_versions(history: History, members: Mapping[str, Member]) -> set[int]:
+    """Return the versions that are kept with the vouched digest.
+
+    ``members``: the live trainers. As newcomers may claim to keep what nobody has, those with credit are believed."""
+    states = {state for peer in counting(members, members) for state in members[peer].states}
+    return {version for version, digest in states if history.vouches_for(version, digest)}
+
+
 def rollback_behind(
-    disproved: MeanDisproved, history: History, members: Mapping[str, Member]
+    disproved: MeanDisproved, history: History, members: Mapping[str, Member], others: Iterable[Set[int]] = ()
 ) -> PossibleRollback | None:
     """Return the rollback to the newest state before the wrong mean that is kept; None where nobody keeps any.
 
-    ``members``: the live trainers. As newcomers may claim to keep what nobody has, those with credit are believed."""
-    believed = counting(members, members)
+    ``members``: the live trainers; ``others``: versions that the other stages keep. A stage that does not keep the
+    version could only go further back, to one that this stage may not keep any more, and so on until none is left."""
     first, last = disproved.version - MOST_UNDONE, disproved.version
-    version = history.newest_kept({one for peer in believed for one in members[peer].states if first <= one[0] <= last})
-    if version is None:
+    kept = believed_versions(history, members).intersection(range(first, last + 1), *others)
+    if not kept:
         return None
+    version = max(kept)
     state = (version, history.rounds[version].digest)
     keepers = tuple(peer for peer, one in members.items() if state in one.states)
     return PossibleRollback(version=version, keepers=keepers, awaited=(), in_s=0.0)

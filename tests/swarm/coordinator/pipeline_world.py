@@ -288,6 +288,10 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
             for stage, states in enumerate(self.archive)
         ]
 
+    def saved(self, stage: int) -> tuple[KeptState, ...]:
+        """What members of a stage keep beside the state that they hold."""
+        return ()
+
     def view(self, peer: Peer, stage: int) -> RunView:
         return self.machine.scopes[stage].view(peer.name, self.now_s)
 
@@ -303,7 +307,7 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
                     round=replica.round,
                     anchor_version=replica.version,
                     state_digest=replica.digest,
-                    kept=replica.kept,
+                    kept=replica.kept or (self.saved(stage) if self.view(peer, stage).wants_kept else ()),
                     tokens_done=count(replica.done) * TOKENS_PER_SAMPLE,
                     tokens_per_s=40.0,
                     step_s=0.5,

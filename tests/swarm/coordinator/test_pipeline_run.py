@@ -31,7 +31,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorDrive,
     PeerToCoordinatorShowCapability,
 )
-from shoal.swarm.protocol.types import Capability, LayerSize
+from shoal.swarm.protocol.types import Capability, KeptState, LayerSize
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, tied_together
 from shoal.swarm.sample_ranges import Ranges, to_wire
 
@@ -480,6 +480,30 @@ def test_all_stages_go_back_with_one_that_lost_its_state() -> None:
         turn(world)
     assert world.machine.anchor_version == len(world.history) <= 1
     rounds(world, 3, within_s=400)
+
+
+@pytest.mark.parametrize(
+    ("kept", "goes"),
+    [(({1, 4}, {1, 3}, {0, 1, 4}), [1]), (({4}, {3}, {1, 2}), [])],
+    ids=["all keep one", "they do not"],
+)
+def test_behind_a_wrong_mean_all_stages_go_to_a_version_that_each_of_them_keeps(
+    kept: tuple[set[int], ...], goes: list[int]
+) -> None:
+    world = PipelineWorld(run_file(), 3)
+    rounds(world, 5)
+
+    def saved(stage: int) -> tuple[KeptState, ...]:
+        states = world.archive[stage]
+        return tuple(KeptState(anchor_version=one, digest=states[one]) for one in kept[stage] if one in states)
+
+    world.saved = saved  # type: ignore[method-assign]
+    scope, before = world.machine.scopes[0], len(world.verdicts)
+    number = scope.history.rounds[4].round
+    scope.disprove(number, world.peers[0].name, b"e" * 32, world.peers[1].name, 8.0)
+    rounds(world, 8)
+    ends = [one for one in world.verdicts[before:] if one[1].went_back is not None]
+    assert [one[1].verdict.anchor_version for one in ends] == goes
 
 
 def test_the_first_plan_of_a_free_number_of_stages_waits_for_those_that_start_together() -> None:

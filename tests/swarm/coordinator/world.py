@@ -218,6 +218,7 @@ NOT_FROM_EVENTS = {
     "leasing",
     "review",
     "stage",
+    "together",
     "_sign",
     "_ready_delays",
     "_report_delays",
