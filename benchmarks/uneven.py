@@ -26,7 +26,7 @@ from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.norm_claims import pack, ranges, total_norm
 from shoal.swarm.coordinator.influence import (
     bounded,
-    exceeds,
+    is_unusual,
     level_of,
     norm_bound,
     power_of,
@@ -183,11 +183,12 @@ def simulate(speeds: tuple[int, ...], robust: str, rounds: int, seed: int, *, at
             brought[attacker.entry.peer] = torch.full_like(anchor, 1e30), sum(w for _, w in brought.values()) // 49
         plan = bounded(plan_of(number, brought), run, past, members)
         weight = sum(one.weight_tokens for one in plan.members)
+        counted = sum(one.weight for one in plan.members)
         mean = torch.zeros_like(anchor)
         for one in plan.members:
-            mean += brought[one.peer][0] * (one.factor * one.weight_tokens / weight)
+            mean += brought[one.peer][0] * (one.factor * one.weight / counted)
             if one.peer in honest:
-                above[one.peer] += exceeds(one, plan.rho, power)
+                above[one.peer] += is_unusual(one, plan.rho, power)
                 longest = max(longest, total_norm(one.norms) / norm_bound(one, plan.rho, power))
         suspects = suspects_of(plan, members, power)
         barred |= set(suspects).intersection(honest) if number >= rounds // 2 else set()

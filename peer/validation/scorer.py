@@ -64,7 +64,7 @@ class Scorer:
         if is_empty(float(contribution.norm()), others):
             return bare.model_copy(update={"finding": "empty"})
         leased = np.concatenate([self._order.indices(start, stop) for start, stop in from_wire(work.ranges)])
-        share = planned.weight_tokens / sum(one.weight_tokens for one in plan.members)
+        share = planned.weight / sum(one.weight for one in plan.members)
         twin = same_bytes_as(planned, plan)
         if self._run.algorithm == "virtual_batch" and not twin:
             return self._score_gradient(bare, work, anchor, contribution, leased, share)

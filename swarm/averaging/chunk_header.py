@@ -45,7 +45,7 @@ class Group:
         rows: list[list[int]] = [[] for _ in range(1 + max(member.row for member in plan.members))]
         for index, member in enumerate(plan.members):
             rows[member.row].append(index)
-        weights = tuple(member.weight_tokens for member in plan.members)
+        weights = tuple(member.weight for member in plan.members)
         return cls(tuple(map(tuple, rows)), weights, _NAME_BYTES if plan.columns else 0)
 
     def row(self, index: int) -> Group:
@@ -80,7 +80,7 @@ class Group:
         return [member for member in header.included if self.row_of[member] not in header.reduced_rows]
 
     def weight(self, included: Iterable[int]) -> int:
-        """Return the tokens that these members bring."""
+        """Return the weight of these members together."""
         return sum(self.weights[member] for member in included)
 
     def pack_header(self, header: ChunkHeader) -> bytes:

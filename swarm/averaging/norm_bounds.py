@@ -40,8 +40,8 @@ class NormBounds:
         self._lengthening = 1.0 if plan.mean == "weighted" else LENGTHENING[plan.mean]
         self._step = range_elements(elements)
         self._squares = np.stack([claimed_squares(member.norms, elements) for member in plan.members])
-        self._weights = np.array([float(member.weight_tokens) for member in plan.members])
-        self._pulls = np.array([float(member.weight_tokens) * member.factor for member in plan.members])
+        self._weights = np.array([float(member.weight) for member in plan.members])
+        self._pulls = np.array([float(member.weight) * member.factor for member in plan.members])
         self.factors = tuple(member.factor for member in plan.members)
         self.usual_norms = tuple(member.usual_norm for member in plan.members)
         self.kind = plan.mean

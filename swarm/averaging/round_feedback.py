@@ -226,8 +226,10 @@ def _committed(exchange: AllReduce, index: int, header: ChunkHeader) -> ReducedC
 
 
 def _carry(exchange: AllReduce, start: int, made: ReducedChunk) -> None:
-    """Carry the loss of a mean. Only our share of what we add next reaches a mean, so it is divided by that share."""
+    """Carry the loss of a mean. Only our share of what we add next reaches a mean, so it is divided by that share: by
+    the one that counts whole, as that of an owner does later."""
     assert made.loss is not None, "a mean without a loss has nobody in it"
-    group = exchange.store.group
+    members = exchange.store.plan.members
+    tokens = sum(members[one].weight_tokens for one in made.included)
     with suppress(CodecError):  # the sum would not be finite
-        exchange.feedback.add_mean_loss(start, made.loss, group.weight(made.included) / group.weights[exchange.me])
+        exchange.feedback.add_mean_loss(start, made.loss, tokens / members[exchange.me].weight_tokens)

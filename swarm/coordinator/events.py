@@ -357,7 +357,7 @@ class MemberKept(Record):
     failures: Count
     carried_tokens: Count
     last_tokens: Count
-    clipped_rounds: Count
+    unusual_rounds: Count
     worked_version: Count | None
     suspended_until: Count
     suspensions: Count

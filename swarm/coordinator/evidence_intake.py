@@ -53,13 +53,15 @@ class EvidenceIntake:
         nothing: two members could otherwise take up all memory for ever."""
         self._stale_s = stale_s
         self._coming: dict[str, _Incomplete] = {}
-        self._judged: dict[bytes, Word] = {}
+        self._judged: dict[tuple[str, bytes], Word] = {}
+        """By evidence; what is void, by who showed it, too, so that nobody makes another's evidence void by its name.
+        """
         self._barred: dict[str, tuple[float, int]] = {}
         """By member, until when it is not heard, and how often that was so."""
 
-    def judged(self, evidence: bytes) -> Word | None:
-        """Return what recent evidence has shown: its last piece may be sent twice."""
-        return self._judged.get(evidence)
+    def judged(self, peer: str, evidence: bytes) -> Word | None:
+        """Return what evidence of this peer has shown lately: its last piece is sent again where judging took long."""
+        return self._judged.get(("", evidence)) or self._judged.get((peer, evidence))
 
     def add(self, peer: str, piece: PeerToCoordinatorShowEvidence, now_s: float) -> bytes | None:
         """Take a piece; returns the evidence once it is complete. Raises ``TryLater`` or ``WireError``."""
@@ -99,8 +101,7 @@ class EvidenceIntake:
 
         ``void`` is only the member's: whoever shows other bytes under that id, or in another stage, must not make the
         evidence void for all."""
-        if word != "void":
-            self._judged[evidence] = word
+        self._judged[peer if word == "void" else "", evidence] = word
         if len(self._judged) > _MAX_JUDGED:
             del self._judged[next(iter(self._judged))]
         if word != "guilty":

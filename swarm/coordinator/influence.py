@@ -14,7 +14,11 @@ from statistics import median, median_low
 from shoal.swarm.averaging.norm_claims import total_norm
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.rollback import CommittedRound
-from shoal.swarm.coordinator.trust import median_weights, weighted_median
+from shoal.swarm.coordinator.trust import (
+    median_weights,
+    uncounted_tokens,
+    weighted_median,
+)
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile
 
@@ -31,6 +35,16 @@ each round: 0.61 to 0.74; from 0.5 to 0.7 no honest contribution was above 1.9 t
 _POWER_OF_GRADIENTS = -0.25
 """Mean gradients: noise falls with the square root of the samples, the gradient itself does not fall. In between, one
 of a twentieth of the samples is at most 2.1 times the usual."""
+
+ROUND_SLACK = 1.5
+"""A contribution of local steps may be so many times as long as is usual for its weight in this round: nothing lags
+behind here, and no honest one of the runs above was longer. So two of eight never outweigh the others."""
+
+_FEWEST = 3
+"""Members that claim a norm, from which on there is a usual one in a round."""
+
+_EMPTY = 0.02
+"""Part of the usual norm for its weight below which a contribution is no work."""
 
 REMEMBERED_ROUNDS = 32
 _RISE, _FIRST_RISE = 1.1, 2.0
@@ -58,10 +72,17 @@ def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], membe
         )
         for one in plan.members
     ]
-    rho = next_rho(past, level_of(carrying, members, power))
+    level = level_of(carrying, members, power)
+    rho = next_rho(past, level)
     robust = run.averaging.robust
+    if robust != "none" and power > 0:
+        usual = usual_norm(carrying, rho, level)
+        useless = {one.peer for one in carrying if is_unusual(one, usual, power)}
+        uncounted = uncounted_tokens(members, {one.peer: one.weight_tokens for one in carrying}, useless)
+        carrying = [one.model_copy(update={"uncounted": uncounted.get(one.peer, 0)}) for one in carrying]
     if robust != "none":
-        carrying = [one.model_copy(update={"factor": factor_of(one, rho, power)}) for one in carrying]
+        factors = factors_of(carrying, rho, level, power)
+        carrying = [one.model_copy(update={"factor": factor}) for one, factor in zip(carrying, factors, strict=True)]
     if robust == "clip":
         carrying = [one.model_copy(update={"usual_norm": norm_bound(one, 1.0, power) / SLACK}) for one in carrying]
     mean = robust if robust in ("clip", "trimmed") else "weighted"
@@ -116,9 +137,31 @@ def factor_of(member: PlanMember, rho: float, power: float) -> float:
     return 1.0 if norm <= bound else bound / norm
 
 
-def exceeds(member: PlanMember, rho: float, power: float) -> bool:
-    """Whether a member's claimed norm is above its bound, even if the run does not enforce that."""
-    return factor_of(member, rho, power) < 1.0
+def factors_of(planned: Sequence[PlanMember], rho: float, level: float, power: float) -> list[float]:
+    """Return the factors of a round's members, in their order.
+
+    Each keeps its contribution within the bound of the last rounds (``rho``), and that of local steps within the one of
+    this round (``level``), too, which is narrower."""
+    factors = [factor_of(one, rho, power) for one in planned]
+    if _claiming(planned) < _FEWEST or power < 0:
+        return factors
+    here = [factor_of(one, level * ROUND_SLACK / SLACK, power) for one in planned]
+    return list(map(min, factors, here))
+
+
+def _claiming(planned: Sequence[PlanMember]) -> int:
+    return sum(total_norm(one.norms) > 0 for one in planned)
+
+
+def usual_norm(planned: Sequence[PlanMember], rho: float, level: float) -> float:
+    """Return the usual norm at one token by which it is told what is unusual: that of this round may have fallen."""
+    return min(rho, level) if _claiming(planned) >= _FEWEST else rho
+
+
+def is_unusual(member: PlanMember, usual: float, power: float) -> bool:
+    """Whether a member's claimed norm is above its bound, even if the run does not enforce that, or next to nothing."""
+    norm, bound = total_norm(member.norms), norm_bound(member, usual, power)
+    return norm > bound or (bool(member.norms) and norm * SLACK < _EMPTY * bound < math.inf)
 
 
 def nears_bound(member: PlanMember, rho: float, power: float) -> bool:

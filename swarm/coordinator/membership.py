@@ -42,6 +42,9 @@ _FIRST_BAR, _LONGEST_BAR = 4, 64
 _FIRST_SUSPENSION, _LONGEST_SUSPENSION = 8, 1024
 """Rounds of a member's first suspension, and at most."""
 
+_UNUSUAL = 3
+"""Rounds with a contribution above its bound or next to nothing, from which on a member is suspended."""
+
 _MISSED, _LONGEST_ABSENCE = 2, 64
 """Rounds in a row without a member's contribution until it is left out, and for how many at most."""
 
@@ -76,14 +79,14 @@ class Member:
     ``joined_version`` and ``seen_version``: the run's anchor version when its process joined, or came back after newer
     ones had been made, and the newest one while it was here. ``carried_tokens``: of work that rounds were planned with
     and left out, since the last one that had it all; ``last_tokens``: the
-    weight of its last committed contribution; ``clipped_rounds``: in how many its contribution was above its
-    bound; ``worked_version``: the newest version from which work of its was committed; ``suspended_until``: the first
-    round that its work counts in again, after the run went back behind rounds that it may have spoilt, ``suspensions``
-    times by now; ``work``: what validators found of it; ``diverged``: the state from which it says that its work is of
-    no use. ``left``: why it is not alive any more, and ``trouble``, by its own word, what made it go. ``network``:
-    where it comes from; ``invite``: the id of the invite that let its identity in; ``joined_s``: when it joined, in
-    Unix time; ``worked_s``: when work of it was committed last, or when it joined; ``progress_s``: when it last said
-    that it had got on with anything; ``unmet``: members with which it could make no connection."""
+    weight of its last committed contribution; ``unusual_rounds``: in how many it was above its bound or next to
+    nothing; ``worked_version``: the newest version from which work of its was committed; ``suspended_until``: the first
+    round that its work counts in again, after that, or after the run went back behind rounds that it may have spoilt,
+    ``suspensions`` times by now; ``work``: what validators found of it; ``diverged``: the state from which it says that
+    its work is of no use. ``left``: why it is not alive any more, and ``trouble``, by its own word, what made it go.
+    ``network``: where it comes from; ``invite``: the id of the invite that let its identity in; ``joined_s``: when it
+    joined, in Unix time; ``worked_s``: when work of it was committed last, or when it joined; ``progress_s``: when it
+    last said that it had got on with anything; ``unmet``: members with which it could make no connection."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -115,7 +118,7 @@ class Member:
     failures: int = 0
     carried_tokens: int = 0
     last_tokens: int = 0
-    clipped_rounds: int = 0
+    unusual_rounds: int = 0
     worked_version: int | None = None
     suspended_until: int = 0
     suspensions: int = 0
@@ -161,6 +164,12 @@ class Member:
         """Bar the member from owning parts, twice as long each time: a bad link is tried seldom."""
         self.barred_rounds = min(_FIRST_BAR << min(self.failures, 8), _LONGEST_BAR)
         self.failures += 1
+
+    @property
+    def is_always_unusual(self) -> bool:
+        """Whether a member without credit brings what is no use in most rounds, by its own claims."""
+        is_mostly = 2 * self.unusual_rounds > self.rounds_committed
+        return not self.has_credit and self.unusual_rounds >= _UNUSUAL and is_mostly
 
     def suspend(self, current_round: int) -> None:
         """Suspend the member from the next round on, twice as long each time."""
@@ -232,7 +241,7 @@ class Membership:
             member.credit, member.credit_rounds = earlier.credit, earlier.credit_rounds
             member.has_credit = earlier.has_credit
             member.last_tokens = earlier.last_tokens
-            member.clipped_rounds, member.worked_version = earlier.clipped_rounds, earlier.worked_version
+            member.unusual_rounds, member.worked_version = earlier.unusual_rounds, earlier.worked_version
             member.suspended_until, member.suspensions = earlier.suspended_until, earlier.suspensions
             member.pace_tps, member.work = earlier.pace_tps, earlier.work
             member.barred_rounds, member.failures = earlier.barred_rounds, earlier.failures
@@ -508,7 +517,7 @@ class Membership:
                 bytes_received=member.bytes_received,
                 left=member.left[:64],
                 trouble=troubles.get(peer, ""),
-                clipped=member.clipped_rounds,
+                unusual=member.unusual_rounds,
                 suspended_rounds=max(0, member.suspended_until - current_round),
                 wall=walls.get(peer, "")[:_LONGEST_WALL],
             )

@@ -29,12 +29,13 @@ from shoal.swarm.coordinator.divergence import (
 from shoal.swarm.coordinator.event_log import EventLog
 from shoal.swarm.coordinator.influence import (
     bounded,
-    exceeds,
+    is_unusual,
     level_of,
     nears_bound,
     power_of,
     suspects_of,
     usual_loss,
+    usual_norm,
     usual_tokens,
 )
 from shoal.swarm.coordinator.lease_ledger import LeaseLedger, RetrainedSamples, coverage_of, epochs_covered
@@ -442,6 +443,7 @@ class RoundScope:
         ranges = {one.peer: self.round.ranges[one.peer] for one in plan.members}
         members, power = self.membership.members, power_of(self.run)
         level = level_of(plan.members, members, power)
+        usual = usual_norm(plan.members, plan.rho, level)
         suspects = tuple(peer for peer in suspects_of(plan, members, power) if peer not in lost)
         self.retrained.lose([one for peer in lost for one in ranges.pop(peer)])
         for planned in plan.members:
@@ -451,17 +453,22 @@ class RoundScope:
                 member.tokens_committed += planned.weight_tokens
                 member.rounds_committed += 1
                 member.worked_version = plan.anchor_version
-                member.clipped_rounds += exceeds(planned, plan.rho, power)
+                member.unusual_rounds += is_unusual(planned, usual, power)
                 member.last_tokens = planned.weight_tokens
                 member.worked_s = self.log.now_s
-        # Not for what is not in the mean, nor for what is as large as is just let through, nor for doubted work. Of a
-        # round with a void part everybody carries something on.
+        # Not for what is not in the mean, nor for what is as large as is just let through or next to nothing, nor for
+        # doubted work. Of a round with a void part everybody carries something on.
         is_whole = None not in verdict.digests
         unproven = {*lost, *event.missing, *(event.carrying if is_whole else ())}
-        unproven |= {one.peer for one in plan.members if nears_bound(one, plan.rho, power)}
+        unusual = {one.peer for one in plan.members if is_unusual(one, usual, power)}
+        unproven |= unusual | {one.peer for one in plan.members if nears_bound(one, usual, power)}
         unproven |= {one.peer for one in plan.members if members[one.peer].work.is_doubted}
         earning = {one.peer: one.weight_tokens for one in plan.members if one.peer not in unproven}
         earn_credit(members, earning, max(verdict.tokens, usual_tokens(self.history.rounds)))
+        for peer in unusual.difference(lost) if self.membership.with_credit() else ():
+            if members[peer].is_always_unusual:
+                members[peer].suspend(verdict.round)
+                self.leases.give_back(peer)
         # Time beyond the round's limit was time without members.
         took_s = min(took_s, self.run.round.max_s)
         merged = tuple(merge(one for mine in ranges.values() for one in mine))
@@ -1118,7 +1125,8 @@ class RoundScope:
         weights = median_weights(members, counted)
         ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
         loss = weighted_mean([(loss, counted[peer]) for peer, loss in losses.items()])
-        median_loss = weighted_median([(loss, weights[peer]) for peer, loss in losses.items()]) if losses else None
+        told = [(loss, weights[peer]) for peer, loss in losses.items() if peer in weights]
+        median_loss = weighted_median(told) if told else None
         return ev.RoundPlanned(plan=plan, ranges=ranges, loss=loss, median_loss=median_loss)
 
     def _plan_of(self, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:

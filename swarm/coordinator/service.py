@@ -480,7 +480,7 @@ class ScopeHandlers:
             stage = None if rounds.stage is None else rounds.stage.number
             facts = rounds.run, service.identity.public_key, rounds.model.layout, stage
         async with service.judging:  # one at a time; whoever repeats its last piece waits for the judgement
-            known = service.evidence.judged(message.evidence)
+            known = service.evidence.judged(peer, message.evidence)
             if known is not None:
                 return CoordinatorToPeerReceipt(evidence=message.evidence, judgement=known)
             data = service.evidence.add(peer, message, time.monotonic())

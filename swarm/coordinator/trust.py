@@ -123,11 +123,38 @@ def weights_of(members: Mapping[str, Member]) -> dict[str, int]:
     return dict.fromkeys(members, 1)
 
 
-def median_weights(members: Mapping[str, Member], tokens: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the weights of a round's members in a median: their credit, whatever they did in this round.
+def established(members: Mapping[str, Member], tokens: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the members of a round that others are measured by, with their weights: those with credit, by it.
 
-    Their ``tokens`` while none of them has credit, as only leases stand behind those."""
-    return credit_of(members, tokens) or tokens
+    While none of them has credit, those that have earned some and have no bad score, by their ``tokens`` in this round,
+    as only leases stand behind those. Empty where a run begins."""
+    if credit := credit_of(members, tokens):
+        return credit
+    return {peer: weight for peer, weight in tokens.items() if members[peer].credit and not members[peer].work.bad}
+
+
+def uncounted_tokens(
+    members: Mapping[str, Member], tokens: Mapping[str, int], useless: Collection[str] = ()
+) -> dict[str, int]:
+    """Return the tokens that do not count in a round's mean, by peer.
+
+    Members that are not established weigh no more together than is their share, beside those that are; each weighs at
+    least one token, and the ``useless`` ones no more than that. Nobody is cut where a run begins."""
+    known = established(members, tokens)
+    if not known:
+        return {}
+    others = {peer: held for peer, held in tokens.items() if peer not in known}
+    together = sum(held for peer, held in others.items() if peer not in useless)
+    most = int(NEWCOMERS_SHARE / (1.0 - NEWCOMERS_SHARE) * sum(tokens[peer] for peer in known))
+    counted = {
+        peer: 1 if peer in useless else max(1, held * min(most, together) // together) for peer, held in others.items()
+    }
+    return {peer: others[peer] - count for peer, count in counted.items() if count < others[peer]}
+
+
+def median_weights(members: Mapping[str, Member], tokens: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the weights of a round's members in a median: of the established ones, or of all by their ``tokens``."""
+    return established(members, tokens) or tokens
 
 
 def weightiest(digests: Mapping[str, bytes | None], members: Mapping[str, Member]) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -55,9 +55,11 @@ def leaf_elements(elements: int) -> int:
 class PlanMember(Record):
     """One contributor of a round.
 
-    ``weight_tokens``: its weight in the mean. ``row``: 0 in a flat group. ``norms``: claimed norms of its contribution
-    (``averaging/norm_claims.py``); chunks above their claim are left out of the mean. ``root``: of the tree over the
-    encoded leaves of its contribution (``averaging/merkle.py``); chunks that do not lead to it are left out, too.
+    ``weight_tokens``: the tokens of its work, which are its weight in the mean without those ``uncounted``: members
+    that are not established have a small share together. ``row``: 0 in a flat group. ``norms``: claimed norms of its
+    contribution (``averaging/norm_claims.py``); chunks above their claim are left out of the mean. ``root``: of the
+    tree over the encoded leaves of its contribution (``averaging/merkle.py``); chunks that do not lead to it are left
+    out, too.
     ``identity_key``: the one that ``peer`` is derived from; ``signature``: by it, of all that the member has said of
     its contribution (``statements.ContributionStatement``).
     ``factor``: multiplies its contribution, so that it moves the mean no further than the run's bound.
@@ -68,6 +70,7 @@ class PlanMember(Record):
 
     peer: PeerId
     weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
+    uncounted: Count = 0
     row: Index = 0
     norms: NormClaim = b""
     root: Digest = bytes(32)
@@ -78,6 +81,17 @@ class PlanMember(Record):
     carried_tokens: Count = 0
     last_tokens: Count = 0
     detours: Annotated[tuple[Index, ...], Field(max_length=MAX_DETOURS)] = ()
+
+    @model_validator(mode="after")
+    def _check_weight(self) -> Self:
+        if self.uncounted >= self.weight_tokens:
+            raise ValueError("a member's weight must be at least one token")
+        return self
+
+    @property
+    def weight(self) -> int:
+        """Weight in the mean, in tokens."""
+        return self.weight_tokens - self.uncounted
 
 
 class Part(Record):

@@ -289,10 +289,11 @@ class AveragingSection(Record):
         Literal["norm", "clip", "trimmed", "none"],
         Field(
             description=(
-                "`norm` limits how far one member may move a round's mean, to four times what is usual for its work. "
-                "`clip` (centered clipping) and `trimmed` (without the lowest and the highest quarter of the weight, "
-                "value by value) also withstand several who act together; not with `topk`, and `group_size` is up to "
-                "128. `none`: no limit. Which one when: [security.md](security.md#means-that-attackers-cannot-move)"
+                "`norm` limits how far one member may move a round's mean, to 1.5 times what is usual for its work (of "
+                "gradients: four times). `clip` (centered clipping) and `trimmed` (without the lowest and the highest "
+                "quarter of the weight, value by value) also withstand several who act together; not with `topk`, and "
+                "`group_size` is up to 128. `none`: no limit. Which one when: "
+                "[security.md](security.md#means-that-attackers-cannot-move)"
             )
         ),
     ] = "norm"

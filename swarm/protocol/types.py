@@ -441,11 +441,11 @@ class MemberStatus(Record):
 
     ``share``: of all committed tokens, 0 to 1; ``credit``: of the credit of all that are here, which is its weight in
     what they decide, 0 for a newcomer. ``stages``: the first and the last one that it was assigned, in a
-    pipeline. ``left``: why it left; ``trouble``: the error that made it leave. ``clipped``: rounds in which its
-    contribution was above its bound. ``suspended_rounds``: rounds for which its work still does not count, as the run
-    was rolled back behind rounds that it may have spoilt. ``relayed``: whether others reach it over a relay, where it
-    is not ``reachable``; ``paths``: some of those over which it is connected to others. ``wall``: why it cannot take
-    part, as it can meet none of those that it would have to; otherwise empty."""
+    pipeline. ``left``: why it left; ``trouble``: the error that made it leave. ``unusual``: rounds in which its
+    contribution was above its bound or next to nothing. ``suspended_rounds``: rounds for which its work still does not
+    count, for that, or as the run was rolled back behind rounds that it may have spoilt. ``relayed``: whether others
+    reach it over a relay, where it is not ``reachable``; ``paths``: some of those over which it is connected to others.
+    ``wall``: why it cannot take part, as it can meet none of those that it would have to; otherwise empty."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -466,7 +466,7 @@ class MemberStatus(Record):
     stages: tuple[Stage, Stage] | None = None
     left: Annotated[str, Field(max_length=64)] = ""
     trouble: Trouble = ""
-    clipped: Count = 0
+    unusual: Count = 0
     suspended_rounds: Count = 0
     wall: Text = ""
 

@@ -31,6 +31,10 @@ known yet."""
 MAX_GUESTS = 2
 """Guests that are served at the same time: most of a donor's places are for those who come to train."""
 
+IDLE_GUEST_S = 60.0
+"""Time without a chunk after which a guest's place goes to another one that asks for it: a guest that takes nothing
+would keep all others out for ever."""
+
 LEAST_STATE_BYTES = 2**24
 """Smaller states count as much as their share of this many bytes: nobody notices how often they are fetched, and a
 small run whose peers crash again and again goes on."""
@@ -63,6 +67,8 @@ class DownloadQuota:
         self._each_guest = _buckets(GUEST_STATES, GUEST_STATES_AN_HOUR)
         self._all_guests = _buckets(GUESTS_STATES, GUEST_STATES_AN_HOUR)
         self._served_guests = Counter[str]()
+        self._guests_used_s: dict[str, float] = {}
+        """By guest that is served, when it got its place or was last sent anything."""
         self._spent: set[str] = set()
         """Readers that have used up their own quotas and have not begun again."""
 
@@ -76,8 +82,12 @@ class DownloadQuota:
         if not reader.is_guest:
             yield
             return
-        if reader.peer not in self._served_guests and len(self._served_guests) >= MAX_GUESTS:
-            raise Busy(f"{MAX_GUESTS} guests are being served here; ask again")
+        if reader.peer not in self._guests_used_s and len(self._guests_used_s) >= MAX_GUESTS:
+            idle, used_s = min(self._guests_used_s.items(), key=lambda one: one[1])
+            if now_s - used_s <= IDLE_GUEST_S:
+                raise Busy(f"{MAX_GUESTS} guests are being served here; ask again")
+            del self._guests_used_s[idle]  # its streams end when it asks for more
+        self._guests_used_s[reader.peer] = now_s
         self._served_guests[reader.peer] += 1
         try:
             yield
@@ -85,10 +95,15 @@ class DownloadQuota:
             self._served_guests[reader.peer] -= 1
             if not self._served_guests[reader.peer]:
                 del self._served_guests[reader.peer]
+                self._guests_used_s.pop(reader.peer, None)
 
     def take(self, reader: Reader, size_bytes: int, state_bytes: int, uplink_bps: float, now_s: float) -> None:
         """Count so many bytes. Raises ``Busy``, and counts nothing, where the quota is used up."""
         self._know_uplink(state_bytes, uplink_bps)
+        if reader.peer in self._served_guests:
+            if reader.peer not in self._guests_used_s:
+                raise Busy("another guest has the place of this one, which took nothing; ask again")
+            self._guests_used_s[reader.peer] = now_s
         (own, peer), (shared, key) = self._of(reader)
         if own.is_in_debt(peer, now_s):
             if len(self._spent) >= MAX_BUCKETS:

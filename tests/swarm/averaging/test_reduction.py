@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.fakes.claims import claiming, generous
 from tests.fakes.codec_maps import get_codec_map
 from tests.fakes.grids import plan_of
@@ -16,6 +17,7 @@ from shoal.compression.registry import get_codec
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.reduction import _WINDOW, WINDOW_BYTES, PartReducer, ReducedChunk, window_of
+from shoal.swarm.protocol.rounds import PlanMember
 from shoal.swarm.transport.bulk.link import CREDIT
 
 SIZE = 700
@@ -53,6 +55,19 @@ def result_codec(codec: str, members: int) -> Codec:
 
 def decoded(made: ReducedChunk, group: Group, codec: str = "float32") -> Tensor:
     return result_codec(codec, len(group.members)).decode(made.result[group.header_bytes :], SIZE)
+
+
+def test_tokens_that_a_plan_does_not_count_are_no_weight() -> None:
+    plan = claiming(plan_of([2, 9], [range(2)], SIZE), [generous(SIZE)] * 2)
+    members = plan.members[0], plan.members[1].model_copy(update={"uncounted": 8})
+    plan = plan.model_copy(update={"members": members})
+    codec_map = get_codec_map("float32")
+    work = PartReducer(codec_map, NormBounds(plan, codec_map), Group.of(plan), {0: (0, SIZE)})
+    for one in range(2):
+        work.offer(0, one, packed(one))
+    torch.testing.assert_close(decoded(reduced(work), work.group), (2 * values(0) + values(1)) / 3)
+    with pytest.raises(ValidationError, match="at least one token"):
+        PlanMember(peer=members[0].peer, weight_tokens=9, uncounted=9)
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)

@@ -131,13 +131,13 @@ def test_whoever_proves_nothing_is_barred_for_ever_longer() -> None:
             intake.add("a", pieces()[0], now_s + waits_s - 1.0)
         intake.add("b", pieces()[0], now_s)
         now_s += waits_s
-    assert intake.judged(evidence_id(DATA)) is None, "others may show it, whole and where it belongs"
+    assert intake.judged("other", evidence_id(DATA)) is None, "others may show it, whole and where it belongs"
 
 
 def test_whoever_is_right_is_heard_again() -> None:
     intake = EvidenceIntake(10.0)
     intake.conclude("a", evidence_id(DATA), "guilty", 0.0)
-    assert intake.judged(evidence_id(DATA)) == "guilty"
+    assert intake.judged("other", evidence_id(DATA)) == "guilty"
     assert intake.add("a", pieces()[0], 0.0) is None
 
 

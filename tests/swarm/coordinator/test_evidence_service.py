@@ -63,6 +63,7 @@ def test_a_judgement_is_repeated_for_who_has_not_heard_it(tmp_path: Path) -> Non
 def test_an_accusation_that_proves_nothing_changes_nothing(tmp_path: Path, data: bytes, word: str) -> None:
     async def test(service: CoordinatorService, journal: LocalJournal) -> None:
         assert await show(service, 1, data) == word
+        assert await show(service, 1, data) == word, "whoever has not heard it asks again"
         with pytest.raises(TryLater):
             await show(service, 1, GUILTY)
         service.scope.admission.access_list.refuse_banned(LIAR, "")

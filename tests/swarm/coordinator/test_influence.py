@@ -4,21 +4,30 @@ from itertools import pairwise
 
 import pytest
 from tests.swarm.coordinator.test_round_scope import averaging, until
-from tests.swarm.coordinator.world import World, claim, run_file
+from tests.swarm.coordinator.world import CPU, World, claim, entry, run_file
 
 from shoal.swarm.averaging.norm_claims import pack, total_norm
 from shoal.swarm.coordinator.influence import (
     REMEMBERED_ROUNDS,
+    ROUND_SLACK,
     SLACK,
-    exceeds,
     factor_of,
+    factors_of,
+    is_unusual,
     next_rho,
     norm_bound,
     suspects_of,
     usual_loss,
 )
+from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.rollback import CommittedRound
-from shoal.swarm.coordinator.trust import CREDIT_ROUNDS, weighted_median
+from shoal.swarm.coordinator.trust import (
+    CREDIT_ROUNDS,
+    earn_credit,
+    established,
+    uncounted_tokens,
+    weighted_median,
+)
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile
@@ -85,7 +94,7 @@ def test_a_heavy_contribution_may_be_longer_but_less_than_in_proportion() -> Non
 def test_a_factor_makes_a_contribution_as_long_as_it_may_be() -> None:
     one = member(100, 1e30)
     assert total_norm(one.norms) * factor_of(one, 2.0, 0.6) == pytest.approx(norm_bound(one, 2.0, 0.6))
-    assert exceeds(one, 2.0, 0.6)
+    assert is_unusual(one, 2.0, 0.6)
     assert factor_of(member(100, SLACK * 2 * 100**0.6 * 0.99), 2.0, 0.6) == 1.0
 
 
@@ -181,11 +190,11 @@ def test_the_plan_bounds_who_claims_too_much_and_nobody_else() -> None:
     liar = plan.members[3]
     assert total_norm(liar.norms) * liar.factor <= norm_bound(liar, plan.rho, 0.6) * 1.001
     until(world, "training", 4)
-    shown = {one.name: one.clipped for one in world.scope.status(world.now_s).members}
+    shown = {one.name: one.unusual for one in world.scope.status(world.now_s).members}
     assert shown == {"name 0": 0, "name 1": 0, "name 2": 0, "name 3": 1}
     assert [bool(world.scope.membership.members[one.peer].credit) for one in world.workers[:4]] == [True] * 3 + [False]
     world.restart()
-    assert world.scope.membership.members[world.workers[3].peer].clipped_rounds == 1
+    assert world.scope.membership.members[world.workers[3].peer].unusual_rounds == 1
 
 
 def test_a_run_may_do_without_bounds_and_still_knows_who_would_have_been_above() -> None:
@@ -256,3 +265,75 @@ def test_what_is_usual_survives_a_restart_and_a_compaction() -> None:
     assert all(level > 0 and rho > 0 and loss == 2.5 for level, rho, loss, _ in before)
     world.restart()
     assert [(one.level, one.rho, one.loss, one.suspects) for one in world.scope.history.rounds] == before
+
+
+# Members that are not established ---------------------------------------------------------------------------
+
+
+def test_members_that_come_after_the_first_rounds_weigh_a_fifth_together_until_they_are_established() -> None:
+    world = playing(run_file(), (1.0, 1.0))
+    first = plays(world, 1, 2)
+    assert [one.uncounted for one in first.members] == [0, 0], "where a run begins nobody is cut"
+    until(world, "training", 2)
+    for worker in world.workers[2:6]:
+        worker.norm = 1.0
+        world.join(worker)
+        world.sync(worker)
+    plan = averaging(world, 6)
+    weight = {one.peer: one.weight for one in plan.members}
+    others = sum(weight[worker.peer] for worker in world.workers[2:6])
+    assert 0 < others <= 0.2 * sum(weight.values()) < sum(one.weight_tokens for one in plan.members)
+    assert all(weight[worker.peer] for worker in world.workers[2:6]), "each has some"
+    until(world, "training", 6)
+    assert [one.uncounted for one in averaging(world, 6).members] == [0] * 6, "they have brought work by now"
+
+
+def test_bad_scores_make_nobody_established_before_there_is_credit() -> None:
+    members = {name: Member(entry(0), CPU, 0.0) for name in ("good", "liar", "new")}
+    tokens = dict.fromkeys(members, 100)
+    assert not established(members, tokens)
+    assert not uncounted_tokens(members, tokens)
+    earn_credit(members, {"good": 100, "liar": 100}, 200)
+    assert set(established(members, tokens)) == {"good", "liar"}
+    members["liar"].work = members["liar"].work.model_copy(update={"bad": 1})
+    assert established(members, tokens) == {"good": 100}
+    uncounted = uncounted_tokens(members, tokens)
+    assert [100 - uncounted.get(name, 0) for name in members] == [100, 12, 12]
+    uncounted = uncounted_tokens(members, tokens, {"liar"})
+    assert [100 - uncounted.get(name, 0) for name in members] == [100, 1, 25], "what is no use has no share in it"
+    many = {"good": 100, **{f"sybil {one}": 100 for one in range(40)}}
+    members |= {name: Member(entry(0), CPU, 0.0) for name in many if name not in members}
+    cut = uncounted_tokens(members, many)
+    assert {many[name] - cut[name] for name in many if name != "good"} == {1}, "each has a token, whatever the share"
+    earn_credit(members, {"good": 100, "liar": 100}, 200)
+    earned = dict.fromkeys(("good", "liar"), 100)
+    for _ in range(CREDIT_ROUNDS):
+        earn_credit(members, earned, 200)
+    assert set(established(members, tokens)) == {"good", "liar"}, "with credit one bad score changes nothing"
+
+
+def test_the_bound_of_a_round_is_narrower_and_gradients_have_none() -> None:
+    planned = [member(100, norm) for norm in (1, 1, 1.4, 3)]
+    rho = level = 1.0 / 100**0.6
+    assert factors_of(planned, rho, level, 0.6) == pytest.approx([1, 1, 1, ROUND_SLACK / 3], rel=0.01)
+    assert factors_of(planned, rho / 4, level, 0.6)[:2] == [1, 1]
+    assert factors_of(planned, rho / 8, level, 0.6)[:2] == pytest.approx([0.5, 0.5], rel=0.01), "nor what went before"
+    assert factors_of(planned[2:], rho, level, 0.6) == [1.0, 1.0], "two do not make anything usual"
+    assert factors_of(planned, 100**0.25, 100**0.25, -0.25) == [1.0] * 4
+
+
+@pytest.mark.parametrize("norm", [1e6, 1e-6])
+def test_who_claims_what_is_no_use_in_every_round_is_suspended_once_others_have_credit(norm: float) -> None:
+    world = playing(run_file(), (1.0, 1.0, 1.0, norm))
+    useless = world.workers[3].peer
+    plan = plays(world, CREDIT_ROUNDS - 2, 4)
+    assert [one.weight == 1 for one in plan.members] == [False, False, False, True]
+    assert not world.scope.is_suspended(useless), "nobody has credit, so most may be liars"
+    until(world, "training", 4)
+    plays(world, 2, 4)
+    until(world, "training", 3)
+    assert world.scope.is_suspended(useless)
+    assert not any(world.scope.is_suspended(worker.peer) for worker in world.workers[:3])
+    assert useless not in {one.peer for one in averaging(world, 3).members}
+    world.restart()
+    assert world.scope.is_suspended(useless)

@@ -192,7 +192,7 @@ def journaled(scope: RoundScope) -> dict[str, Any]:
                 (
                     one.carried_tokens,
                     one.last_tokens,
-                    one.clipped_rounds,
+                    one.unusual_rounds,
                     one.worked_version,
                     one.suspended_until,
                     one.suspensions,

@@ -1,12 +1,13 @@
 """Quotas of downloads, on a clock that is an argument."""
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from shoal.swarm.errors import Busy
 from shoal.swarm.transport.limits.download_quota import (
     BEGIN_STATES,
+    IDLE_GUEST_S,
     LEAST_STATE_BYTES,
     MAX_GUESTS,
     DownloadQuota,
@@ -124,3 +125,25 @@ def test_two_guests_at_a_time_whatever_the_number_of_their_streams() -> None:
 def test_small_states_count_little_so_that_peers_of_small_runs_may_crash_on_and_on() -> None:
     small = LEAST_STATE_BYTES // 16
     assert download(DownloadQuota(), trainer(1), state=small) == pytest.approx(16 * (3 + 2 * BEGIN_STATES), abs=1)
+
+
+def test_a_guest_that_takes_nothing_loses_its_place_to_one_that_asks() -> None:
+    quota = DownloadQuota()
+    later_s = IDLE_GUEST_S + 1.0
+    with ExitStack() as places:
+        for number in range(MAX_GUESTS):
+            places.enter_context(quota.place(guest(number), STATE, 1e9, 0.0))
+        quota.take(guest(1), CHUNK, STATE, 1e9, 2.0)
+        with pytest.raises(Busy, match="being served"):
+            places.enter_context(quota.place(guest(9), STATE, 1e9, IDLE_GUEST_S))
+        places.enter_context(quota.place(guest(9), STATE, 1e9, later_s))
+        with pytest.raises(Busy, match="being served"):
+            places.enter_context(quota.place(guest(8), STATE, 1e9, later_s))
+        with pytest.raises(Busy, match="took nothing"):
+            quota.take(guest(0), CHUNK, STATE, 1e9, later_s)
+        for number in (1, 9):
+            quota.take(guest(number), CHUNK, STATE, 1e9, later_s)
+    places = ExitStack()
+    with places:
+        for number in range(MAX_GUESTS):
+            places.enter_context(quota.place(guest(20 + number), STATE, 1e9, later_s))
