@@ -3,8 +3,8 @@
 Real: the coordinator's state machine and what it journals, clients, averagers, codecs, commitments, audits with
 evidence and its judge, validators' draws and scores, credit and leases. In memory: network and clock, which are those
 of the tests, so a run is the same each time. Small: the model, which tells a byte of text from the four before it.
-All join before the first round, so attackers are no newcomers among members with credit, and each has a network of its
-own: the worst case for rules that count past work.
+All join before the first round, so attackers are no newcomers among members with credit (but ``late``), and each has a
+network of its own: the worst case for rules that count past work.
 """
 
 from __future__ import annotations
@@ -156,6 +156,11 @@ def flipped(real: Tensor, member: Trainer) -> Tensor:
     return -10 * real
 
 
+def bounded_flip(real: Tensor, member: Trainer) -> Tensor:
+    """As long as the bound lets through whole, so it earns credit like honest work."""
+    return -1.4 * real
+
+
 def biased(real: Tensor, member: Trainer) -> Tensor:
     """All attackers push the same way, half as far as the real work goes."""
     direction = torch.randn(real.shape, generator=torch.Generator().manual_seed(7))
@@ -178,11 +183,15 @@ CONTRIBUTIONS: dict[str, Bring] = {
     "huge": huge,
     "random": random,
     "flip": flipped,
+    "bounded": bounded_flip,
     "bias": biased,
     "zero": zero,
     "copy": copied,
     "sybils": flipped,
+    "late": flipped,
 }
+MANY = ("sybils", "late")
+"""Kinds of many identities beside all honest members, from the start and once others have credit."""
 OWNERS = ("owner", "equivocation")
 """Kinds that are out when they own no part, though their work may still count."""
 KINDS = (*CONTRIBUTIONS, *OWNERS, "withhold", "accuse")
@@ -351,9 +360,13 @@ class Trainer(Member):
 
     async def attack(self) -> str:
         """Go on until it is excluded or the run is over; return why it ended."""
+        membership = self.swarm.coordinator.machine.scope.membership
         try:
             while True:
-                await self.one_round()
+                if self.kind == "late" and not membership.with_credit():
+                    await asyncio.sleep(WORK_S)
+                else:
+                    await self.one_round()
         except (ShoalError, RuntimeError) as error:
             return str(error)
 

@@ -13,12 +13,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
 import torch
-from attack_scene import KINDS, SAMPLES, Case, Watch, calm_collector, ratio_of, rounds_until_out, run_case
+from attack_scene import KINDS, MANY, SAMPLES, Case, Watch, calm_collector, ratio_of, rounds_until_out, run_case
+from attack_stage import lying_stages
 from common import comma, console, elements_of, machine, parser, publish
 from robust_means import times
 from round_case import Case as RoundCase
@@ -42,6 +44,8 @@ from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan
 
 PEERS = 8
 SYBILS = 20
+STAGE = "stage"
+"""The kind that runs real processes of a pipeline, once, whatever the setting."""
 CHUNKS = 8
 """Of the small model: one a part. A model of a million parameters or more has 256 and more."""
 WORST_RATIO = 1000.0
@@ -88,11 +92,11 @@ class Matrix:
 
     def row(self, kind: str, attackers: int, name: str) -> dict[str, Any]:
         """All seeds of one attack in one setting."""
-        made, honest = SETTINGS[name], PEERS if kind == "sybils" else PEERS - attackers
+        made, honest = SETTINGS[name], PEERS if kind in MANY else PEERS - attackers
         like = Case(kind, honest, attackers, 0, made.robust, made.share, made.validators, made.work_share)
         watched = [run_case(replace(like, seed=seed), self.marks) for seed in range(1, self.seeds + 1)]
         besides = [self.clean(replace(like, seed=seed)) for seed in range(1, self.seeds + 1)]
-        row: dict[str, Any] = {"attack": kind, "attackers": attackers, "setting": name}
+        row: dict[str, Any] = {"attack": kind, "attackers": attackers, "setting": name, "seeds": self.seeds}
         for mark in self.marks:
             tokens = mark * honest * SAMPLES
             ratios = [
@@ -244,8 +248,9 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=100, help="measured at 0.3 of them and at their end")
     arguments.add_argument("--seeds", type=int, default=1)
     arguments.add_argument("--attackers", type=comma(int), default=[2], help="of 8; sybils are 20 beside 8")
-    arguments.add_argument("--kinds", type=comma(str), default=[*KINDS], help=", ".join(KINDS))
+    arguments.add_argument("--kinds", type=comma(str), default=[*KINDS, STAGE], help=", ".join([*KINDS, STAGE]))
     arguments.add_argument("--settings", type=comma(str), default=["default", "open"], help="; ".join(SETTINGS))
+    arguments.add_argument("--more-rows", type=Path, nargs="*", default=[], help="JSON of earlier parts, not run again")
     arguments.add_argument("--clean-rounds", type=int, default=1000, help="without attackers, to count exclusions")
     arguments.add_argument("--no-costs", dest="costs", action="store_false", help="only the runs")
     arguments.add_argument("--commitment", type=elements_of, default=0, help="elements, such as 50M, of real rounds")
@@ -258,27 +263,44 @@ def main() -> None:
         options.commitment = options.commitment or 50 * 10**6
     torch.set_num_threads(1)
     calm_collector()
-    matrix, rows = Matrix(options.rounds, options.seeds), list[dict[str, Any]]()
-    ratios: dict[str, float | None] = {}
+    matrix, ratios = Matrix(options.rounds, options.seeds), dict[str, float | None]()
+    done = rows_of(options.more_rows, matrix)
+    rows = [*done.values()]
 
     def save() -> None:
         if options.json is not None:
             options.json.write_text(json.dumps({"machine": machine(), "rows": rows, "ratios": ratios}, indent=2) + "\n")
 
-    for kind in options.kinds:
-        for attackers in [SYBILS] if kind == "sybils" else options.attackers:
+    for kind in [kind for kind in options.kinds if kind != STAGE]:
+        for attackers in [SYBILS] if kind in MANY else options.attackers:
             for name in options.settings:
+                if (kind, attackers, name) in done:
+                    continue
                 began_s = time.process_time()
                 rows.append(matrix.row(kind, attackers, name) | {"CPU s": time.process_time() - began_s})
                 console.print("  ".join(f"{key}: {value}" for key, value in rows[-1].items()), highlight=False)
                 save()
     ratios |= summary(rows, matrix.marks)
+    if STAGE in options.kinds:
+        ratios |= lying_stages()
+        save()
     if options.clean_rounds:
         ratios |= clean_rounds(options.clean_rounds)
         save()
     if options.costs:
         ratios |= costs(options)
     publish(f"held-out loss / that of the honest alone, {options.seeds} seeds", rows, ratios, options.json)
+
+
+def rows_of(files: Sequence[Path], matrix: Matrix) -> dict[tuple[str, int, str], dict[str, Any]]:
+    """Rows of earlier parts with as many rounds and seeds as this matrix, by attack, attackers and setting."""
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    marks = [f"loss at {mark}" for mark in matrix.marks]
+    return {
+        (row["attack"], row["attackers"], row["setting"]): row
+        for row in rows
+        if row.get("seeds") == matrix.seeds and all(mark in row for mark in marks)
+    }
 
 
 def summary(rows: Sequence[dict[str, Any]], marks: Sequence[int]) -> dict[str, float | None]:
