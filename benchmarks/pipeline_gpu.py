@@ -29,7 +29,7 @@ from shoal.compression.codec import Codec
 from shoal.compression.range_reader import whole_vector
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, MicroBatchKey, StageCompute
-from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, moved
+from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.device import autocast, choose_device
@@ -51,7 +51,7 @@ class Unsplit:
 
     def __init__(self, recipe: GptRecipe, device: torch.device, precision: str) -> None:
         model = recipe.build_model(1).to(device)
-        self._device, self._vector = device, ParameterVector(model)
+        self._vector = ParameterVector(model)
         self._work = AccumulatedGradient(self._vector)
         self._loop = InnerLoop(model, recipe.loss, autocast(device, precision), 2**20)
 
@@ -59,7 +59,7 @@ class Unsplit:
         """One micro-batch after the other."""
         self._work.restart_from(whole_vector(self._vector))
         for batch in batches:
-            self._loop.backward(moved(batch, self._device))
+            self._loop.backward(batch)
             self._work.step(len(batch), 1.0)
 
     def gradient(self) -> Tensor:

@@ -58,8 +58,7 @@ class _GivenArrays:
     def contribution(self, anchor: Tensor) -> RangeReader:
         if self.arrays is None:
             return TensorReader(zeros(self._elements))
-        self.arrays.wait_for_device()
-        return self.arrays
+        return self.arrays.settled()
 
     def reset_optimizer(self) -> None:
         """Do nothing, because the caller has its own optimizer."""

@@ -41,6 +41,7 @@ from shoal.peer.training.data import (
     run_order,
     take_batch,
 )
+from shoal.peer.training.device_streams import Pacer, streams_of
 from shoal.peer.training.leased_loader import Collate, LeasedLoader, check_is_no_worker
 from shoal.peer.training.lr_schedule import run_lr_factor
 from shoal.swarm.errors import UserError
@@ -85,6 +86,7 @@ class Session:
         self._emit = connection.emit
         self._stopping = False
         self._timer = StepTimer()
+        self._pacer: Pacer
         self._schedule_is_watched = False
         self._replica_or_none: TrainingReplica | None = None
 
@@ -149,6 +151,7 @@ class Session:
             )
         connection = self._connection
         self._replica_or_none = connection.replica(self._member, setup, connection.folder, self._emit)
+        self._pacer = Pacer(streams_of(next(setup.model.parameters()).device))
         self._replica.register(setup.data)
         self._replica.sync_state()
 
@@ -324,6 +327,7 @@ class Session:
     def _note_samples(self, samples: int) -> None:
         """Report samples that were counted, and close the round when it is due."""
         replica = self._replica
+        self._pacer.note_step()
         self._timer.stop(samples * replica.tokens_per_sample, goes_on=replica.samples.in_hand > 0)
         self.report_progress()
         if replica.verdict_is_known:

@@ -90,7 +90,7 @@ def _training(run: RunFile, value_bytes: float) -> Iterable[MemoryItem]:
         yield MemoryItem("float32 masters", "device", 1.0)
     yield MemoryItem("inner optimizer", "device", float(run.inner.slots))
     if run.averaging.overlap:
-        yield MemoryItem("parameters that were contributed", "host", 1.0, ("exchange",))
+        yield MemoryItem("parameters that were contributed", "device", 1.0, ("exchange",))
 
 
 def _state(run: RunFile) -> Iterable[MemoryItem]:

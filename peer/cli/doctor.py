@@ -7,7 +7,6 @@ import importlib.util
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +24,10 @@ from shoal.peer.recipes.model_memory import check_layers_fit
 from shoal.peer.training.device import (
     MemoryBytes,
     MemoryLimits,
-    autocast,
     choose_device,
     demanded_memory,
     describe_device,
+    precision_of,
     usable_memory,
 )
 from shoal.swarm.errors import DeviceError, RecipeError
@@ -130,12 +129,12 @@ def examine(
         device=describe_device(str(device)),
         usable=usable,
         limits=limits,
-        precision="float32" if autocast(device, run.inner.precision) is nullcontext else "bfloat16",
+        precision=precision_of(device, run.inner.precision, scales_loss=run.pipeline is None),
         model=model,
         layer_bytes=layer_bytes,
         span=largest_span(costs, layer_bytes, usable),
         has_numba=importlib.util.find_spec("numba") is not None,
-        has_idle_gpu=device.type == "cpu" and (torch.cuda.is_available() or torch.backends.mps.is_available()),
+        has_idle_gpu=device.type == "cpu" and choose_device("auto").type != "cpu",
         port_is_free=_is_free(DEFAULT_PORT),
     )
 

@@ -23,22 +23,18 @@ from shoal.peer.cli.consent import RunTerms
 from shoal.peer.guest.gate import Pause
 from shoal.peer.guest.keeper import GuestKeeper, KeeperThread
 from shoal.peer.member.connection import RunConnection
-from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import STOPPED_AT_ONCE, SessionOptions
 from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.recipes import Recipe, load_recipe
+from shoal.peer.recipes.local_loop import LocalLoop
 from shoal.peer.recipes.model_memory import check_model_fits
 from shoal.peer.session import Session
 from shoal.peer.terminal.snapshot import Watched
-from shoal.peer.training.data import DataAbout
-from shoal.peer.training.device import MemoryLimits, autocast, choose_device, free_bytes, samples_that_fit
-from shoal.peer.training.inner_loop import InnerLoop, make_inner
-from shoal.peer.training.parameters import MasterWeights
+from shoal.peer.training.device import MemoryLimits, allow_tf32, choose_device
 from shoal.peer.validation.validator import Validator
 from shoal.swarm.client.observer import look_up_run
 from shoal.swarm.errors import RecipeError
-from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile
@@ -90,6 +86,7 @@ def run_member(
         torch.set_num_threads(work.threads)
     run = asyncio.run(look_up_run(Invite.parse(invite))).run_file
     recipe = _prepare(run, options, agree)
+    allow_tf32(device, run.inner.precision)
     if run.pipeline is None:
         check_model_fits(run, recipe, device, work.memory)
     connection = RunConnection(invite, options, str(device))
@@ -147,34 +144,10 @@ def _prepare(run: RunFile, options: SessionOptions, agree: Agree) -> Recipe:
 
 
 def _train(session: Session, recipe: Recipe, device: torch.device, limits: MemoryLimits) -> None:
-    run = session.run_file
-    model = recipe.build_model(run.run.seed).to(device)
-    cast = autocast(device, run.inner.precision)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    value_bytes = sum(one.nbytes for one in trained) / max(1, sum(one.numel() for one in trained))
-    room = free_bytes(device, model, limits, account_of(run, value_bytes=value_bytes).demand())
-    masters, optimizer = None, None
-    if run.algorithm != "virtual_batch":
-        masters = MasterWeights(model)
-        optimizer = make_inner(model, run.inner, masters)
-    data = recipe.training_data()
-    about = DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data))
-
-    def loss_of(samples: int) -> torch.Tensor:
-        with cast():
-            return recipe.loss(model, data.batch([0] * samples).to(device))
-
-    micro_batch = samples_that_fit(model, loss_of, run.inner.batch_samples, room)
-    if micro_batch < run.inner.batch_samples:
-        log.warning(
-            "batches of %d samples are computed in micro-batches of %d, so that they fit into memory",
-            run.inner.batch_samples,
-            micro_batch,
-        )
-    session.start(TrainingSetup(model, optimizer, about, recipe.config(), masters=masters))
-    loop = InnerLoop(model, recipe.loss, cast, micro_batch)
-    for batch in session.batches(data):
-        session.step(loop.backward(batch))
+    local = LocalLoop.prepare(session.run_file, recipe, device, limits)
+    session.start(local.setup)
+    for batch in session.batches(local.data):
+        session.step(local.inner.backward(batch))
 
 
 def _handle_signals(request_stop: Callable[[], None], stops: list[int]) -> dict[int, Any]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from shoal.peer.pipeline.tensor_io import moved
 from shoal.peer.training.algorithms import LocalWork
+from shoal.peer.training.device_streams import moved
 from shoal.peer.training.layers import LayeredRecipe, StageModel
 from shoal.peer.training.rng import derived_seed, random_states, seeded
 from shoal.swarm.errors import WireError

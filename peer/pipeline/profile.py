@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from shoal.compression.formats import CodecFormat
 from shoal.peer.options import SHOAL_HOME
 from shoal.peer.recipes import Recipe, layered_recipe
 from shoal.peer.training.device import MemoryBytes, autocast, describe_device, kept_bytes
+from shoal.peer.training.device_streams import streams_of
 from shoal.swarm import durable
 from shoal.swarm.errors import DeviceError, RecipeError
 from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability
@@ -156,18 +156,13 @@ def _median_s(work: Callable[[], None], device: torch.device) -> float:
 
 
 def _timed_s(work: Callable[[], None], device: torch.device) -> float:
-    _finish(device)
-    began_s = time.perf_counter()
+    streams = streams_of(device)
+    began = streams.mark()
+    began.wait()
     work()
-    _finish(device)
-    return time.perf_counter() - began_s
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    ended = streams.mark()
+    ended.wait()
+    return ended.seconds_since(began)
 
 
 log = logging.getLogger(__name__)

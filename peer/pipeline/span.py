@@ -133,9 +133,7 @@ class HeldSpan:
             raise
         settings = {stage: _compute_settings(work, shapes, stage, recompute=place.recomputes) for stage in stages}
         speed = SpeedEstimate(partial(_expected_s, work, place, is_last=is_last))
-        # On other devices a computation returns before it has ended, so its seconds say nothing.
-        took = speed.add if work.staging.device.type == "cpu" else lambda stage, seconds: None
-        training = SpanTraining(held, replicas, work.samples, settings, took, is_last=is_last)
+        training = SpanTraining(held, replicas, work.samples, settings, speed.add, is_last=is_last)
         client = members.run.client
         engine = StageEngine(
             span,

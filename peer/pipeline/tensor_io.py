@@ -193,16 +193,6 @@ def root_mean_square(tensor: Tensor) -> float:
     return tensor.float().square().mean().sqrt().item()
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy ``tensor`` to ``device`` on the current stream, without waiting for the work queued there.
-
-    A copy from memory that is not pinned would wait.
-    """
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.contiguous().pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
 @contextmanager
 def _synchronized(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Run on a stream and wait for the end of its work, also after an error."""

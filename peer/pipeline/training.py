@@ -19,9 +19,13 @@ from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, MicroBatchKey, StageCompute
 from shoal.peer.pipeline.tensor_io import ComputedTensor
 from shoal.peer.training.data import Dataset, SampleOrder, take_batch
+from shoal.peer.training.device_streams import Mark, streams_of
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import Busy, NotAdmitted, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward, MicroBatch
+
+_Pass = tuple[Mark, Mark]
+"""Beginning and end of a forward or backward pass on the device."""
 
 _WINDOW = 16
 """Number of recent micro-batches that the speed is measured on."""
@@ -124,14 +128,17 @@ class SpanTraining:
         is_last: bool,
     ) -> None:
         """``held``: the span's stages in order; ``replicas`` and ``settings``: by stage, the latter by the one at which
-        a micro-batch enters; ``took``: called with that stage and the seconds, forward and backward, of every
-        micro-batch whose gradient counted in all stages from there on; ``is_last``: the model's last stage is held.
+        a micro-batch enters; ``took``: called with that stage and the seconds of the device, forward and backward, of
+        every micro-batch whose gradient counted in all stages from there on, once the device is done; ``is_last``: the
+        model's last stage is held.
         """
         self.replicas = dict(replicas)
         self._samples = samples
         self._is_last = is_last
         self._took = took
-        self._forward_s: dict[int, float] = {}
+        self._streams = streams_of(next(iter(settings.values())).device)
+        self._forwards: dict[int, _Pass] = {}
+        self._timed: deque[tuple[int, _Pass, _Pass]] = deque()
         self._held, self._settings = tuple(held), settings
         self._computes = {
             stage.number: StageCompute(held[at:], settings[stage.number], samples.recipe if is_last else None)
@@ -159,7 +166,7 @@ class SpanTraining:
         return None
 
     def _forward(self, task: ForwardTask) -> ComputeResult:
-        began_s = time.perf_counter()
+        began = self._streams.mark()
         micro_batch, job = task.compute.micro_batch, task.compute.job
         given, targets = task.given, task.targets
         if given is None or targets is None:
@@ -170,14 +177,14 @@ class SpanTraining:
         output = compute.forward(key, given)
         made = None if output is None else ComputedTensor.on_current_stream(output)
         self.forwards += 1
-        self._forward_s[job] = time.perf_counter() - began_s
+        self._forwards[job] = began, self._streams.mark()
         if self._is_last:
             self._targets[job] = targets
             return ComputeResult(task.compute)
         return ComputeResult(task.compute, made, targets)
 
     def _backward(self, task: BackwardTask) -> ComputeResult:
-        began_s = time.perf_counter()
+        began = self._streams.mark()
         micro_batch, job, from_stage = task.compute.micro_batch, task.compute.job, task.compute.from_stage
         compute, key = self._keys.pop(job)
         received = self._targets.pop(job) if self._is_last else task.gradient
@@ -187,11 +194,18 @@ class SpanTraining:
         self.backwards += 1
         for stage in sorted(task.compute.accumulate):
             self.replicas[stage].count_trained(micro_batch.start, micro_batch.stop, back.loss)
-        forward_s = self._forward_s.pop(job)
+        forward = self._forwards.pop(job)
         if len(task.compute.accumulate) == len(range(from_stage, max(self.replicas) + 1)):
-            self._took(from_stage, forward_s + time.perf_counter() - began_s)
+            self._timed.append((from_stage, forward, (began, self._streams.mark())))
+        self._report_times()
         self._finished.append((time.monotonic(), micro_batch.samples))
         return ComputeResult(task.compute, made)
+
+    def _report_times(self) -> None:
+        """Report the micro-batches that the device has finished, without waiting for others."""
+        while self._timed and self._timed[0][2][1].is_reached():
+            from_stage, *passes = self._timed.popleft()
+            self._took(from_stage, sum(ended.seconds_since(began) for began, ended in passes))
 
     def _repeat(self, task: RepeatTask) -> None:
         if not task.done.set_running_or_notify_cancel():
@@ -228,7 +242,7 @@ class SpanTraining:
             if one in self._keys:
                 compute, key = self._keys.pop(one)
                 compute.drop(key)
-                self._forward_s.pop(one, None)
+                self._forwards.pop(one, None)
             self._targets.pop(one, None)
 
     # Rounds ---------------------------------------------------------------------------------------------------

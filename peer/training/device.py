@@ -1,8 +1,7 @@
-"""Device that this machine trains on: its choice, memory, precision and the batch that fits."""
+"""Device that this machine trains on: its choice, memory and precision."""
 
 from __future__ import annotations
 
-import math
 import platform
 import re
 from collections.abc import Callable
@@ -18,39 +17,48 @@ from shoal.swarm.errors import DeviceError
 from shoal.swarm.memory_account import MemoryDemand
 from shoal.swarm.protocol.types import DeviceInfo
 
-_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 
 def choose_device(asked: str) -> torch.device:
-    """Choose the device of ``--device``; ``auto`` takes CUDA, else MPS, else the CPU. Raises ``DeviceError``."""
+    """Choose the device of ``--device``; ``auto`` takes CUDA, else XPU, else MPS, else the CPU. Raises
+    ``DeviceError``."""
     if not _DEVICE.fullmatch(asked):
-        raise DeviceError(f"--device {asked}: expected auto, cpu, cuda, cuda:N or mps")
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+        raise DeviceError(f"--device {asked}: expected auto, cpu, cuda, cuda:N, xpu, xpu:N or mps")
+    here = {
+        "cuda": torch.cuda.is_available(),
+        "xpu": torch.xpu.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
     if asked == "auto":
-        return torch.device("cuda" if has_cuda else "mps" if has_mps else "cpu")
+        return torch.device(next((name for name, is_here in here.items() if is_here), "cpu"))
     device = torch.device(asked)
-    if device.type == "cuda" and not (has_cuda and (device.index or 0) < torch.cuda.device_count()):
-        raise DeviceError(f"--device {asked}: there are {torch.cuda.device_count()} CUDA devices here; try auto")
-    if device.type == "mps" and not has_mps:
+    if device.type in ("cuda", "xpu"):
+        count = torch.get_device_module(device).device_count() if here[device.type] else 0
+        if (device.index or 0) >= count:
+            raise DeviceError(f"--device {asked}: there are {count} {device.type.upper()} devices here; try auto")
+    if device.type == "mps" and not here["mps"]:
         raise DeviceError("--device mps: this machine is no Mac with Metal; try auto")
     return device
 
 
 def memory_bytes(device: torch.device) -> int:
     """Return the size of the device's memory; of the machine's for the CPU and MPS."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if has_own_memory(device):
+        return int(torch.get_device_module(device).get_device_properties(device).total_memory)
     return machine_bytes()
 
 
 def available_bytes(device: torch.device) -> int:
     """Return the free bytes of the device's memory; for the CPU and MPS those of the machine or container."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_machine_bytes()
+    if has_own_memory(device):
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    return free_machine_bytes()
 
 
 def has_own_memory(device: torch.device) -> bool:
     """Return whether the device has a memory of its own, beside the machine's, in which anchor and averaging are."""
-    return device.type == "cuda"
+    return device.type in ("cuda", "xpu")
 
 
 def usable_bytes(device: torch.device, limit: int | None) -> int:
@@ -121,8 +129,8 @@ def describe_device(name: str) -> DeviceInfo:
     """Describe a device for other members."""
     device = torch.device(name)
     match device.type:
-        case "cuda":
-            label = torch.cuda.get_device_name(device)
+        case "cuda" | "xpu":
+            label = torch.get_device_module(device).get_device_name(device)
         case "mps":
             label = f"Apple {platform.machine()} GPU"
         case _:
@@ -130,74 +138,59 @@ def describe_device(name: str) -> DeviceInfo:
     return DeviceInfo(kind=device.type[:16], name=label[:100], memory_bytes=memory_bytes(device))
 
 
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def precision_of(device: torch.device, asked: str, *, scales_loss: bool) -> str:
+    """Return the precision of ``[inner] precision`` on a device: for ``auto`` bfloat16 on GPUs that have it.
+
+    ``scales_loss``: whether small gradients survive float16, which older GPUs of NVIDIA have instead of bfloat16."""
+    if asked != "auto":
+        return asked
+    if _has_bfloat16(device):
+        return "bfloat16"
+    return "float16" if device.type == "cuda" and scales_loss else "float32"
+
+
 def autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a maker of contexts for the forward pass: bfloat16 if asked for, or if the device has it (``auto``)."""
-    if precision == "bfloat16" or (precision == "auto" and _has_bfloat16(device)):
-        return lambda: torch.autocast(device.type, torch.bfloat16)
-    return nullcontext
+    """Return a maker of contexts for the forward pass: autocast to bfloat16 or float16, or none.
+
+    ``precision``: of ``precision_of``; ``auto`` is that of a caller that does not scale its loss."""
+    dtype = _AUTOCAST.get(precision_of(device, precision, scales_loss=False))
+    return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype)
+
+
+def allow_tf32(device: torch.device, precision: str) -> None:
+    """Have CUDA multiply float32 matrices with the mantissas of TF32, unless the run asks for float32."""
+    if device.type == "cuda" and precision != "float32":
+        torch.set_float32_matmul_precision("high")
 
 
 def _has_bfloat16(device: torch.device) -> bool:
     """Return whether a GPU has bfloat16 in hardware; older ones emulate it, slower than float32."""
+    if device.type == "xpu":
+        return bool(torch.xpu.is_bf16_supported(including_emulation=False))
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-_HELP = "allow more (--max-memory, on a GPU --max-device-memory) or join a run with a smaller model"
-
-
-def kept_bytes(model: nn.Module, forward: Callable[[], Tensor], most: float = math.inf) -> int:
-    """Measure the bytes that autograd keeps of ``forward`` for its backward pass, without the model's parameters.
-
-    Raises ``DeviceError`` as soon as they are more than ``most``, before more memory is taken.
-    """
+def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Measure the bytes that autograd keeps of ``forward`` for its backward pass, without the model's parameters."""
     seen: dict[int, int] = {}
-    total = 0
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
 
     def note(tensor: Tensor) -> Tensor:
-        nonlocal total
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            total += storage.nbytes() - seen.get(storage.data_ptr(), 0)
             seen[storage.data_ptr()] = storage.nbytes()
-        if total > most:
-            raise DeviceError(f"one sample needs more than the {most / 2**20:.0f} MiB that the model leaves: {_HELP}")
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = forward()
     del output
-    return total
-
-
-_BACKWARD = 1.5
-"""Ratio of all memory of a sample to that which autograd keeps; the backward pass makes tensors of its own."""
-
-
-def samples_that_fit(model: nn.Module, loss_of: Callable[[int], Tensor], batch: int, free_bytes: int) -> int:
-    """Return how many of ``batch`` samples may run at once, at least one.
-
-    It is computed from the bytes that autograd keeps of the loss of one sample and of two, ``loss_of(1)`` and
-    ``loss_of(2)``: the difference is a sample's. The rest is kept once, however many samples there are, such as copies
-    of the weights in autocast's type. Raises ``DeviceError`` if not even one sample fits.
-    """
-    most = free_bytes / _BACKWARD
-    kept = kept_bytes(model, lambda: loss_of(1), most)
-    if _BACKWARD * kept > free_bytes:
-        raise DeviceError(
-            f"one sample needs about {_BACKWARD * kept / 2**20:.0f} MiB beside the model, "
-            f"which leaves {free_bytes / 2**20:.0f} MiB: {_HELP}"
-        )
-    if batch == 1:
-        return 1
-    try:
-        per_sample = max(1, kept_bytes(model, lambda: loss_of(2), most) - kept)
-    except DeviceError:
-        return 1
-    return int(min(batch, 1 + (most - kept) // per_sample))
+    return sum(seen.values())
 
 
 def free_bytes(device: torch.device, model: nn.Module, limits: MemoryLimits, demand: MemoryDemand) -> int:

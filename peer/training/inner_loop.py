@@ -1,17 +1,23 @@
-"""Inner loop of recipes: batches to gradients in micro-batches that fit, under autocast, and the inner optimizer."""
+"""Inner loop of recipes: batches to gradients in micro-batches that fit, under autocast, compiled where that is asked
+for, and the inner optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
+from shoal.peer.training.device_streams import moved
 from shoal.peer.training.parameters import MasterWeights
 from shoal.swarm.protocol.run_file import InnerSection
+
+log = logging.getLogger(__name__)
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
@@ -29,8 +35,64 @@ def make_inner(model: nn.Module, inner: InnerSection, masters: MasterWeights | N
         {"params": [one for one in trainable if one.dim() < 2], "weight_decay": 0.0},
     ]
     if inner.optimizer == "adamw":
-        return AdamW(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps)
+        fused = True if all(one.device.type in ("cuda", "xpu") for one in trainable) else None
+        return AdamW(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps, fused=fused)
     return SGD(groups, lr=inner.lr, momentum=inner.momentum)
+
+
+class LossScale:
+    """Scale of the loss, so that small gradients are not lost in float16 (arXiv:1710.03740); torch's ``GradScaler``
+    finds it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """``parameters``: those that are trained, in no float16 themselves."""
+        self._parameters = list(parameters)
+        self._scaler = GradScaler(self._parameters[0].device.type)
+        self._gradients = _Gradients(self._parameters, {})
+
+    def apply(self, loss: Tensor) -> Tensor:
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self) -> bool:
+        """Divide the gradients by the scale; returns False if they are not finite and are worth another attempt with a
+        smaller scale. Waits for the device."""
+        if all(one.grad is None for one in self._parameters):
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.unscale_(self._gradients)
+        self._scaler.step(self._gradients)
+        self._scaler.update()
+        after = self._scaler.get_scale()
+        return after >= before or after < 1.0
+
+
+class _Gradients(Optimizer):
+    """The gradients of parameters in the form in which ``GradScaler`` takes them; another optimizer steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+def compiled(model: nn.Module, trial: Callable[[nn.Module], Tensor]) -> nn.Module:
+    """Return the model compiled by ``torch.compile``; itself, with a warning, where that does not work here.
+
+    Parameters and names are those of the model, which the compiled one calls. ``trial``: computes a loss with it, so
+    that all is compiled when training begins."""
+    try:
+        made: nn.Module = torch.compile(model)  # type: ignore[assignment]
+        trial(made).backward()  # type: ignore[no-untyped-call]
+    except (RuntimeError, ImportError, OSError) as error:
+        log.warning(
+            "the model is trained without torch.compile, which inner.compile asks for and which fails here: %s. It "
+            "needs a C++ compiler, and Triton on a GPU",
+            " ".join(str(error).split())[:300],
+        )
+        return model
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+    return made
 
 
 class InnerLoop:
@@ -42,24 +104,36 @@ class InnerLoop:
         loss: LossFunction,
         autocast: Callable[[], AbstractContextManager[Any]],
         micro_batch: int,
+        scale: LossScale | None = None,
     ) -> None:
+        """``scale``: of the loss, for float16."""
         self._model = model
         self._loss = loss
         self._autocast = autocast
         self.micro_batch = micro_batch
+        self._scale = scale
         self._device = next(model.parameters()).device
 
     def backward(self, batch: Tensor) -> Tensor:
         """Add the gradient of a batch's mean loss to the model's gradients and return that loss, () float32.
 
-        ``batch``: (b, …) on any device.
+        ``batch``: (b, …) on any device. With a scale there are no gradients before; a batch whose gradients overflow is
+        computed again with a smaller one, so no sample is left out.
         """
+        batch = moved(batch, self._device)
+        loss = self._add_gradients(batch)
+        while self._scale is not None and not self._scale.unscale():
+            for parameter in self._model.parameters():
+                parameter.grad = None
+            loss = self._add_gradients(batch)
+        return loss
+
+    def _add_gradients(self, batch: Tensor) -> Tensor:
         total = torch.zeros((), device=self._device)
         for micro in torch.split(batch, self.micro_batch):
-            moved = micro.to(self._device, non_blocking=True)
             with self._autocast():
-                loss = self._loss(self._model, moved)
+                loss = self._loss(self._model, micro)
             part = loss * (len(micro) / len(batch))
-            part.backward()  # type: ignore[no-untyped-call]
+            (part if self._scale is None else self._scale.apply(part)).backward()  # type: ignore[no-untyped-call]
             total += part.detach().float()
         return total

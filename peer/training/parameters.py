@@ -143,12 +143,16 @@ class ParameterVector(TensorSequence):
         self.masters = masters
         self.weights = self.parameters if masters is None else [masters.of(one) for one in self.parameters]
         super().__init__(self.weights)
-        self._rounded_parameters = None if masters is None else TensorSequence(self.parameters)
 
     def write(self, values: Tensor, start: int = 0) -> None:
         super().write(values, start)
-        if self._rounded_parameters is not None:
-            self._rounded_parameters.write(values, start)
+        if self.masters is not None:
+            self.masters.update_parameters()
+
+    def rebase(self, before: TensorSequence, values: Tensor) -> None:
+        super().rebase(before, values)
+        if self.masters is not None:
+            self.masters.update_parameters()
 
 
 def split_by_layout(vector: Tensor, layout: tuple[TensorSpec, ...]) -> dict[str, Tensor]:

@@ -4,21 +4,19 @@ by range, without a copy of the whole."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
-_PIECE = 2**20
+from shoal.peer.training.device_streams import MOST_ELEMENTS, Mark, streams_of
+
+_PIECE = MOST_ELEMENTS
 """Elements that are copied at a time, so that temporaries and pinned memory stay small."""
 
 _EXACT = (torch.float32, torch.float64)
 """Types that hold every float32 value."""
-
-_PIECES_IN_FLIGHT = 2
-"""Copies between a GPU and pinned memory that are queued at a time: one is under way while another is converted."""
 
 
 class TensorSequence:
@@ -26,14 +24,13 @@ class TensorSequence:
 
     A ``RangeReader``, whatever types the tensors have: ``read`` converts from them, ``write`` rounds to the nearest
     value of them. Disjoint ranges may be read and written by several threads at once. On a GPU they come after the work
-    that the calling thread has queued, and not after other threads' work: see ``wait_for_device``.
+    that the calling thread has queued, and not after other threads' work: those read what ``settled`` returns.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
         self._stops = list(accumulate(tensor.numel() for tensor in tensors))
         self._rounds = any(tensor.dtype not in _EXACT for tensor in tensors)
-        self._devices = {tensor.device for tensor in tensors if tensor.is_cuda}
 
     @property
     def elements(self) -> int:
@@ -41,48 +38,47 @@ class TensorSequence:
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """Write the values [start, stop) into ``out``, ``(stop - start,) float32`` on the CPU."""
-        waiting: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
+        self._read(start, stop, out, {})
 
-        def finish_oldest() -> None:
-            ready, pinned, part = waiting.popleft()
-            ready.synchronize()
-            part.copy_(pinned)
+    def _read(self, start: int, stop: int, out: Tensor, after: dict[torch.device, Mark]) -> None:
+        for device, blocks in self._by_device(start, stop):
+            pairs = ((block, out[at - start : end - start].view(block.shape)) for block, at, end in blocks)
+            streams_of(device).read(pairs, after.get(device))
 
-        for block, at, end in self._blocks(start, stop):
-            part = out[at - start : end - start].view(block.shape)
-            if not block.is_cuda:
-                part.copy_(block)
-                continue
-            with torch.cuda.device(block.device):
-                pinned = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
-                pinned.copy_(block, non_blocking=True)
-                waiting.append((_recorded_event(block.device), pinned, part))
-            if len(waiting) >= _PIECES_IN_FLIGHT:
-                finish_oldest()
-        while waiting:
-            finish_oldest()
+    def settled(self) -> SettledReader:
+        """Return a reader for other threads, of the values as the work that this thread has queued leaves them.
 
-    @torch.no_grad()
+        On a GPU it copies beside work that is queued later, which must not change the tensors."""
+        devices = {tensor.device for tensor in self._tensors}
+        return SettledReader(self, {device: streams_of(device).mark() for device in devices})
+
     def write(self, values: Tensor, start: int = 0) -> None:
         """Set the elements from ``start`` on to ``values``, (k,) float32 on the CPU, each rounded to its tensor's type.
 
-        The tensors hold the values on the return.
+        The calling thread's later work finds the values in the tensors, and ``values`` may change after the return.
         """
-        waiting: deque[torch.cuda.Event] = deque()
-        for block, at, end in self._blocks(start, start + values.numel()):
-            part = values[at - start : end - start].view(block.shape)
-            if not block.is_cuda:
-                block.copy_(part)
-                continue
-            # The CPU rounds, so that the tensors hold what ``rounded`` returns, and half the bytes travel.
-            with torch.cuda.device(block.device):
-                pinned = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
-                block.copy_(pinned.copy_(part), non_blocking=True)
-                waiting.append(_recorded_event(block.device))
-            if len(waiting) > _PIECES_IN_FLIGHT:
-                waiting.popleft().synchronize()
-        while waiting:
-            waiting.popleft().synchronize()
+        for device, blocks in self._by_device(start, start + values.numel()):
+            pairs = ((values[at - start : end - start].view(block.shape), block) for block, at, end in blocks)
+            streams_of(device).write(pairs)
+
+    def copy(self) -> TensorSequence:
+        """Return contiguous copies of the tensors where they are."""
+        return TensorSequence([tensor.clone(memory_format=torch.contiguous_format) for tensor in self._tensors])
+
+    def rebase(self, before: TensorSequence, values: Tensor) -> None:
+        """Set all elements to what they are - ``before`` + ``values``, (n,) float32 on the CPU, computed where the
+        tensors are: exactly to ``values``, rounded, where they are equal to ``before``, which ``copy`` has made."""
+        for device, blocks in self._by_device(0, self.elements):
+            triples = (
+                (block, before._flat(at, end).view(block.shape), values[at:end].view(block.shape))
+                for block, at, end in blocks
+            )
+            streams_of(device).rebase(triples)
+
+    def _flat(self, start: int, stop: int) -> Tensor:
+        """Return the elements [start, stop) of one contiguous tensor."""
+        ((block, _, _),) = self._blocks(start, stop)
+        return block
 
     def rounded(self, values: Tensor, start: int = 0) -> Tensor:
         """Return what ``read`` returns after ``write(values, start)``: ``values`` itself where nothing is rounded."""
@@ -94,10 +90,9 @@ class TensorSequence:
             rounded[part].copy_(values[part].to(block.dtype))
         return rounded
 
-    def wait_for_device(self) -> None:
-        """Wait for the work that this thread has queued on the tensors' GPUs, before other threads read them."""
-        for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
+    def _by_device(self, start: int, stop: int) -> Iterator[tuple[torch.device, Iterator[tuple[Tensor, int, int]]]]:
+        """Iterate over runs of ``_blocks`` of one device each."""
+        return groupby(self._blocks(start, stop), key=lambda one: one[0].device)
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
         """Iterate over views of the tensors that hold the elements [start, stop), with their places in the vector.
@@ -115,6 +110,22 @@ class TensorSequence:
                     yield block, start, start + block.numel()
                     start += block.numel()
             number += 1
+
+
+class SettledReader:
+    """Reader of tensors that nothing changes meanwhile, which does not wait for what is queued after ``after``."""
+
+    def __init__(self, sequence: TensorSequence, after: dict[torch.device, Mark]) -> None:
+        self._sequence = sequence
+        self._after = after
+
+    @property
+    def elements(self) -> int:
+        return self._sequence.elements
+
+    def read(self, start: int, stop: int, out: Tensor) -> None:
+        """Write the values [start, stop) into ``out``, ``(stop - start,) float32`` on the CPU."""
+        self._sequence._read(start, stop, out, self._after)
 
 
 def _views(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
@@ -136,9 +147,3 @@ def _views(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
         yield tensor[first:last]
     if last * size < stop:
         yield from _views(tensor[last], 0, stop - last * size)
-
-
-def _recorded_event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event

@@ -185,9 +185,19 @@ class InnerSection(Record):
     ] = 1.0
     batch_samples: Annotated[int, Field(gt=0, le=2**20, description="samples of a local step")] = 8
     precision: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Field(description="precision of the computation; `auto`: bfloat16 autocast on GPUs that have it"),
+        Literal["auto", "float32", "tf32", "bfloat16", "float16"],
+        Field(
+            description=(
+                "precision of the computation; weights, sums and the optimizer stay in float32. `bfloat16` and "
+                "`float16` are autocast, the latter with a scaled loss; `auto`: the first on GPUs that have it, the "
+                "second on older ones of NVIDIA; `float32`: without TF32"
+            )
+        ),
     ] = "auto"
+    compile: Annotated[
+        bool,
+        Field(description="compile the model by `torch.compile`; machines without a compiler train without"),
+    ] = False
 
     @property
     def slots(self) -> int:
@@ -647,6 +657,13 @@ class RunFile(Record):
                 f'[pipeline] needs algorithm = "virtual_batch", not {self.algorithm!r}: with local optimizers, the '
                 "stages that a micro-batch passes through would hold weights of different steps"
             )
+        if self.pipeline is not None and self.inner.precision == "float16":
+            raise ValueError(
+                'inner.precision = "float16" needs a loss scale, on which all stages of a [pipeline] would have to '
+                'agree: take "auto", "bfloat16" or "float32"'
+            )
+        if self.pipeline is not None and self.inner.compile:
+            raise ValueError("inner.compile = true is for whole models: leave it out in a run with a [pipeline]")
         if self.data.tokens_per_sample is not None:
             self._check_micro_batches(self.data.tokens_per_sample)
         self._check_pins()
@@ -713,7 +730,7 @@ def unused_inner_settings(run: RunFile, *, own_loop: bool) -> list[str]:
     ``own_loop``: members bring a training loop of their own, with its optimizer, clipping and precision."""
     unused = run.inner.model_fields_set - {"batch_samples"}
     if not own_loop:
-        unused -= {"precision"}
+        unused -= {"precision", "compile"}
         if run.algorithm != "virtual_batch":
             unused &= {"momentum"} if run.inner.optimizer == "adamw" else {"betas", "eps"}
     return [f"inner.{name}" for name in InnerSection.model_fields if name in unused]

@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from shoal.peer.member.member import Progress
 from shoal.peer.session import Session, StepTimer
 from shoal.peer.training.data import LeasedSamples
+from shoal.peer.training.device_streams import Pacer, streams_of
 from shoal.swarm.protocol.run_file import parse_run_file
 
 NOTHING_AMENDED = SimpleNamespace(look_at_amendments=lambda: None)
@@ -28,6 +31,7 @@ class Loop:
         network = SimpleNamespace(failure=None, interrupt=lambda: None)
         session._network, session._stopping = network, False
         session._timer, session._schedule_is_watched = StepTimer(), False
+        session._pacer = Pacer(streams_of(torch.device("cpu")))
         session._replica_or_none, session.run_file = replica, self.run
         self.view = SimpleNamespace(round=0, phase="training", must_resync=False, tokens_committed=0, tokens_in_round=0)
         deadlines = SimpleNamespace(lease_s=1.0, first_step_s=1.0)

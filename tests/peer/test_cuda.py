@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tests.fakes.gradients import take_gradients
@@ -13,18 +15,20 @@ from torch.nn import functional as F
 from shoal.compression.range_reader import whole_vector
 from shoal.peer.checkpoints.local_state import LocalStateContent, SavedLocalState, local_state_tree
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.training.algorithms import AccumulatedGradient, PseudoGradient
+from shoal.peer.training.algorithms import AccumulatedGradient, OverlappedPseudoGradient, PseudoGradient
 from shoal.peer.training.device import (
     MemoryLimits,
     autocast,
     choose_device,
     describe_device,
     free_bytes,
-    samples_that_fit,
 )
-from shoal.peer.training.inner_loop import InnerLoop, make_inner
+from shoal.peer.training.device_streams import streams_of
+from shoal.peer.training.inner_loop import InnerLoop, LossScale, make_inner
 from shoal.peer.training.layers import layered_from_sequential
 from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.training.step_memory import plan_micro_batch
+from shoal.peer.training.tensor_sequence import TensorSequence
 from shoal.swarm.memory_account import MemoryDemand
 from shoal.swarm.protocol.run_file import InnerSection
 
@@ -99,13 +103,66 @@ def test_bfloat16_training_moves_the_parameters_down_the_loss() -> None:
     assert torch.equal(whole_vector(vector), anchor)
 
 
+def test_float16_trains_with_a_scaled_loss() -> None:
+    device, model = torch.device("cuda"), make_model("cuda")
+    optimizer = make_inner(model, InnerSection(lr=1e-2))
+    assert optimizer.defaults["fused"]
+    work = PseudoGradient(ParameterVector(model), optimizer, 1.0)
+    loop = InnerLoop(model, loss_of, autocast(device, "float16"), 4, LossScale(model.parameters()))
+    losses = []
+    for _ in range(20):
+        losses.append(float(loop.backward(make_batch())))
+        work.step(8, 1.0)
+    assert losses[-1] < losses[0]
+
+
+def test_overlapped_rounds_are_exact_without_work_and_keep_it_otherwise() -> None:
+    model = nn.Sequential(nn.Linear(1500, 1500), nn.Linear(1500, 3).to(torch.float64)).to("cuda")  # several pieces
+    vector = ParameterVector(model)
+    work = OverlappedPseudoGradient(vector, make_inner(model, InnerSection()), 1.0)
+    anchor, following = whole_vector(vector), torch.randn(vector.elements)
+    reader = work.contribution(anchor)
+    with ThreadPoolExecutor(4) as pool:
+        parts = [(at, min(at + 100_000, reader.elements)) for at in range(0, reader.elements, 100_000)]
+        found = torch.ones(reader.elements)
+        list(pool.map(lambda one: reader.read(*one, found[slice(*one)]), parts))
+    assert torch.equal(found, torch.zeros(reader.elements))
+    work.continue_from(following)
+    assert torch.equal(whole_vector(vector), following)
+    work.contribution(following)
+    vector.write(following + 1)
+    work.continue_from(anchor)
+    torch.testing.assert_close(whole_vector(vector), anchor + 1)
+
+
+def test_a_contribution_is_read_beside_later_work() -> None:
+    """A reader waits for its own moment, not for what the training thread has queued since."""
+    weights = [torch.ones(1000, 1000, device="cuda")]
+    reader, out = TensorSequence(weights).settled(), torch.zeros(10)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    later = streams_of(torch.device("cuda")).mark()
+    reader.read(0, 10, out)
+    assert not later.is_reached()
+    assert torch.equal(out, torch.ones(10))
+    later.wait()
+
+
+def test_marks_tell_the_devices_time() -> None:
+    streams = streams_of(torch.device("cuda"))
+    began = streams.mark()
+    torch.cuda._sleep(100_000_000)
+    ended = streams.mark()
+    ended.wait()
+    assert 0.02 < ended.seconds_since(began) < 1.0
+
+
 def test_memory_is_measured() -> None:
     device = torch.device("cuda")
     model = make_model("cuda")
     room = free_bytes(device, model, MemoryLimits(), MemoryDemand(2.0, 2.0, 4.0))
     assert 0 < room < torch.cuda.get_device_properties(device).total_memory
     batch = make_batch().to(device)
-    assert samples_that_fit(model, lambda samples: loss_of(model, batch[:samples]), 8, room) == 8
+    assert plan_micro_batch(model, lambda samples: loss_of(model, batch[:samples]), 8, room) == 8
     assert describe_device("cuda").memory_bytes > 0
 
 

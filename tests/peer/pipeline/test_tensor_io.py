@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.compression.formats import CodecError
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, moved, pack, unpack
+from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, pack, unpack
 from shoal.peer.training.device import autocast
+from shoal.peer.training.device_streams import moved
 from shoal.swarm.errors import WireError
 
 CODECS = ("float32", "bfloat16", "int8")

@@ -1,4 +1,4 @@
-"""Tests of training/device and machine_memory: free memory, what autograd keeps, and the batch that fits."""
+"""Tests of training/device and machine_memory: choice, free memory, precision, and what autograd keeps."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +12,15 @@ from shoal.peer.training import device as capability
 from shoal.peer.training.device import (
     MemoryBytes,
     MemoryLimits,
+    allow_tf32,
+    autocast,
     available_bytes,
+    choose_device,
     demanded_memory,
     free_bytes,
     kept_bytes,
     memory_bytes,
-    samples_that_fit,
+    precision_of,
     usable_bytes,
     usable_memory,
 )
@@ -108,43 +111,49 @@ def test_what_autograd_keeps_is_counted_without_parameters() -> None:
     assert kept_bytes(model, lambda: model(given)) == 2 * 4 * 8 * 4, "the input, and what tanh gives"
 
 
-def test_a_sample_that_needs_too_much_is_given_up_before_it_has_taken_it() -> None:
-    """A small model with a long context: nobody may be ended by measuring that it does not fit."""
-    layers = nn.Sequential(*[nn.Tanh() for _ in range(64)])
-    given, made = torch.zeros(2**18, requires_grad=True), []
-    for layer in layers:
-        layer.register_forward_hook(lambda *_: made.append(1))
-    with pytest.raises(DeviceError, match="--max-memory"):
-        samples_that_fit(layers, lambda _: layers(given).sum(), batch=4, free_bytes=6 * 2**20)
-    assert len(made) < 8
+@pytest.mark.parametrize("asked", ["xpu", "xpu:3", "cuda:7"])
+def test_a_device_that_is_not_here_is_refused(asked: str) -> None:
+    with pytest.raises(DeviceError, match=f"--device {asked}: there are [0-9]+ {asked[:3].upper()}"):
+        choose_device(asked)
 
 
-def test_samples_that_fit_are_counted_by_what_one_keeps() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+@pytest.mark.parametrize(
+    ("device", "has_bfloat16", "scales_loss", "expected"),
+    [
+        ("cuda", True, True, "bfloat16"),
+        ("cuda", False, True, "float16"),
+        ("cuda", False, False, "float32"),
+        ("xpu", True, True, "bfloat16"),
+        ("xpu", False, True, "float32"),
+        ("cpu", False, True, "float32"),
+        ("mps", False, True, "float32"),
+    ],
+)
+def test_auto_takes_the_precision_that_a_device_is_fast_in(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_bfloat16: bool, scales_loss: bool, expected: str
+) -> None:
+    monkeypatch.setattr(capability, "_has_bfloat16", lambda device: has_bfloat16)
+    one = torch.device(device)
+    assert precision_of(one, "auto", scales_loss=scales_loss) == expected
+    assert precision_of(one, "tf32", scales_loss=scales_loss) == "tf32"
 
-    def loss_of(samples: int) -> torch.Tensor:
-        loss: torch.Tensor = model(torch.ones(samples, 8)).sum()
-        return loss
 
-    assert samples_that_fit(model, loss_of, batch=8, free_bytes=3 * 96) == 3  # 64 bytes, and half as much again
-    assert samples_that_fit(model, loss_of, batch=8, free_bytes=2 * 96 - 1) == 1
-    assert samples_that_fit(model, loss_of, batch=1, free_bytes=96) == 1
-    assert samples_that_fit(model, loss_of, batch=8, free_bytes=10**6) == 8
-    with pytest.raises(DeviceError, match="--max-memory"):
-        samples_that_fit(model, loss_of, batch=8, free_bytes=95)
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("float32", None), ("tf32", None), ("bfloat16", torch.bfloat16), ("float16", torch.float16)],
+)
+def test_autocast_is_that_of_the_precision(precision: str, dtype: torch.dtype | None) -> None:
+    with autocast(CPU, precision)():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == (dtype or torch.float32)
 
 
-def test_autocasts_copies_of_the_weights_are_no_samples_memory() -> None:
-    """They are kept once, and would be many times a sample's activations."""
-    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
-
-    def loss_of(samples: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss: torch.Tensor = model(torch.ones(samples, 256)).float().sum()
-            return loss
-
-    weights, sample = 3 * 2 * 256 * 256, kept_bytes(model, lambda: loss_of(5)) - kept_bytes(model, lambda: loss_of(4))
-    assert weights > 100 * sample
-    assert kept_bytes(model, lambda: loss_of(1)) >= weights
-    room = int(1.5 * (kept_bytes(model, lambda: loss_of(1)) + 63 * sample))
-    assert samples_that_fit(model, loss_of, batch=128, free_bytes=room) == 64
+def test_tf32_is_for_cuda_and_not_for_runs_in_float32() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        allow_tf32(CPU, "auto")
+        allow_tf32(CUDA, "float32")
+        assert torch.get_float32_matmul_precision() == before
+        allow_tf32(CUDA, "tf32")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
