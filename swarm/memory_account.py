@@ -88,7 +88,7 @@ def _training(run: RunFile, value_bytes: float) -> Iterable[MemoryItem]:
         return
     if has_masters:
         yield MemoryItem("float32 masters", "device", 1.0)
-    yield MemoryItem("inner optimizer", "device", float(run.inner.slots))
+    yield MemoryItem("inner optimizer", "device", run.inner.state_values)
     if run.averaging.overlap:
         yield MemoryItem("parameters that were contributed", "device", 1.0, ("exchange",))
 
@@ -99,7 +99,7 @@ def _state(run: RunFile) -> Iterable[MemoryItem]:
     yield MemoryItem("outer optimizer", "host", float(run.outer.slots))
     yield MemoryItem("residual", "host", {"float32": 1.0, "bfloat16": 0.5}[run.averaging.residual_precision])
     if has_optimizer and run.averaging.overlap:
-        copied = float(run.inner.slots)
+        copied = run.inner.state_values
         yield MemoryItem("copy of the inner optimizer for checkpoints", "host", copied, ("work", "exchange"))
 
 
@@ -120,7 +120,7 @@ def _packed(run: RunFile, peers: int) -> tuple[float, float]:
 
 def checkpoint_values(run: RunFile) -> float:
     """Return the float32 values of each parameter in a checkpoint: anchor, outer and inner optimizer, residual."""
-    inner = 0 if run.algorithm == "virtual_batch" else run.inner.slots
+    inner = 0 if run.algorithm == "virtual_batch" else run.inner.state_values
     return 1.0 + run.outer.slots + inner + {"float32": 1.0, "bfloat16": 0.5}[run.averaging.residual_precision]
 
 

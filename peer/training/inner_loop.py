@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from shoal.peer.training.device_streams import moved
 from shoal.peer.training.parameters import MasterWeights
+from shoal.swarm.errors import DeviceError
 from shoal.swarm.protocol.run_file import InnerSection
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,26 @@ def make_inner(model: nn.Module, inner: InnerSection, masters: MasterWeights | N
         {"params": [one for one in trainable if one.dim() >= 2], "weight_decay": inner.weight_decay},
         {"params": [one for one in trainable if one.dim() < 2], "weight_decay": 0.0},
     ]
+    if inner.optimizer == "adamw" and inner.state == "int8":
+        return _adamw_in_int8(groups, inner)
     if inner.optimizer == "adamw":
         fused = True if all(one.device.type in ("cuda", "xpu") for one in trainable) else None
         return AdamW(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps, fused=fused)
     return SGD(groups, lr=inner.lr, momentum=inner.momentum)
+
+
+def _adamw_in_int8(groups: list[dict[str, Any]], inner: InnerSection) -> Optimizer:
+    """Make AdamW with moments in int8 (Dettmers et al. 2021, arXiv:2110.02861). Raises ``DeviceError`` without its
+    package."""
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except (ImportError, OSError, RuntimeError) as error:
+        raise DeviceError(
+            f"the run keeps AdamW's moments in int8 (inner.state), which needs a package: pip install 'shoal[lowmem]' "
+            f"({error})"
+        ) from error
+    made: Optimizer = AdamW8bit(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps)
+    return made
 
 
 class LossScale:

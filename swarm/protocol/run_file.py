@@ -180,6 +180,14 @@ class InnerSection(Record):
     momentum: Annotated[Fraction, Field(description="momentum of `sgd`")] = 0.0
     eps: Annotated[float, Field(gt=0, description="AdamW's term against division by zero")] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=10, description="decoupled weight decay")] = 0.1
+    state: Annotated[
+        Literal["float32", "int8"],
+        Field(
+            description=(
+                "AdamW's moments; `int8`: in blocks of 256, a quarter of their memory; members need the extra `lowmem`"
+            )
+        ),
+    ] = "float32"
     clip_norm: Annotated[
         Annotated[float, Field(gt=0)] | None, Field(description="norm to which gradients are clipped")
     ] = 1.0
@@ -200,9 +208,11 @@ class InnerSection(Record):
     ] = False
 
     @property
-    def slots(self) -> int:
-        """Number of float32 values that the inner optimizer keeps for each parameter."""
-        return 2 if self.optimizer == "adamw" else int(self.momentum > 0)
+    def state_values(self) -> float:
+        """Float32 values that the inner optimizer's state takes for each parameter."""
+        if self.optimizer == "sgd":
+            return float(self.momentum > 0)
+        return {"float32": 2.0, "int8": 2 * (1 / 4 + 1 / 256)}[self.state]
 
 
 class ScheduleSection(Record):
@@ -732,7 +742,7 @@ def unused_inner_settings(run: RunFile, *, own_loop: bool) -> list[str]:
     if not own_loop:
         unused -= {"precision", "compile"}
         if run.algorithm != "virtual_batch":
-            unused &= {"momentum"} if run.inner.optimizer == "adamw" else {"betas", "eps"}
+            unused &= {"momentum"} if run.inner.optimizer == "adamw" else {"betas", "eps", "state"}
     return [f"inner.{name}" for name in InnerSection.model_fields if name in unused]
 
 

@@ -59,7 +59,13 @@ def test_outer_optimizers_keep_what_they_keep(optimizer: str, slots: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("inner", "slots"), [('optimizer = "adamw"', 2), ('optimizer = "sgd"', 0), ('optimizer = "sgd"\nmomentum = 0.9', 1)]
+    ("inner", "slots"),
+    [
+        ('optimizer = "adamw"', 2),
+        ('state = "int8"', 65 / 128),
+        ('optimizer = "sgd"', 0),
+        ('optimizer = "sgd"\nmomentum = 0.9', 1),
+    ],
 )
 def test_inner_optimizers_keep_what_they_keep(inner: str, slots: int) -> None:
     assert values(run_file(sections=f"[inner]\n{inner}"))["inner optimizer"] == slots

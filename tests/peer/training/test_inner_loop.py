@@ -1,16 +1,24 @@
 """Tests of training/inner_loop: the loss scale of float16, compiled models, and the inner optimizer."""
 
+import sys
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
+from tests.peer.checkpoints.making import MemorySource
 from torch import Tensor, nn
 
+from shoal.compression.range_reader import whole_vector
+from shoal.peer.checkpoints.local_state import LocalStateContent, SavedLocalState, local_state_tree
 from shoal.peer.training.device import autocast
-from shoal.peer.training.inner_loop import InnerLoop, LossScale, compiled
+from shoal.peer.training.inner_loop import InnerLoop, LossScale, compiled, make_inner
 from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.errors import DeviceError
+from shoal.swarm.protocol.run_file import InnerSection
 
 CPU = torch.device("cpu")
+STATES: tuple[Literal["float32", "int8"], ...] = ("float32", "int8")
 
 
 def make_model() -> nn.Sequential:
@@ -60,7 +68,7 @@ def test_a_batch_that_overflows_is_computed_again_with_a_smaller_scale() -> None
     first = len(calls)
     assert first > 1, "the first scale was too large"
     assert float((gradients(scaled) - gradients(exact)).norm() / gradients(exact).norm()) < 0.01
-    assert float(found) == pytest.approx(float(loss(exact, batch())), rel=0.01)
+    assert float(found) == pytest.approx(float(loss(exact, batch()).detach()), rel=0.01)
     for parameter in scaled.parameters():
         parameter.grad = None
     loop.backward(batch())
@@ -79,6 +87,45 @@ def test_a_model_that_diverges_is_not_tried_for_ever() -> None:
 def test_a_scale_needs_no_gradients() -> None:
     model = make_model()
     assert LossScale(model.parameters()).unscale()
+
+
+# The inner optimizer ---------------------------------------------------------------------------------------
+
+
+def test_moments_in_int8_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(DeviceError, match=r"pip install 'shoal\[lowmem\]'"):
+        make_inner(make_model(), InnerSection(state="int8"))
+
+
+def test_moments_in_int8_step_nearly_as_in_float32_and_are_in_checkpoints() -> None:
+    pytest.importorskip("bitsandbytes")
+    models = [nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 1)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    before = whole_vector(ParameterVector(models[0]))
+    optimizers = [
+        make_inner(one, InnerSection(lr=1e-3, state=state)) for one, state in zip(models, STATES, strict=True)
+    ]
+    given = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    for _ in range(10):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            mean_of_squares(model, given).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    exact, found = (whole_vector(ParameterVector(one)) for one in models)
+    assert float((found - exact).norm() / (exact - before).norm()) < 0.1
+    state = optimizers[1].state[models[1][0].weight]
+    taken = sum(state[name].nbytes for name in ("state1", "state2", "absmax1", "absmax2"))
+    assert taken == 4 * InnerSection(state="int8").state_values * models[1][0].weight.numel()
+    content = LocalStateContent.of(local_state_tree(optimizers[1], models[1]))
+    saved = SavedLocalState(MemorySource({"peer.safetensors": b"".join(map(bytes, content.pieces()))}))
+    again = make_inner(models[1], InnerSection(state="int8"))
+    saved.restore(again, models[1])
+    restored = again.state[models[1][0].weight]
+    assert torch.equal(restored["state1"], state["state1"])
+    assert torch.equal(restored["absmax2"], state["absmax2"])
+    mean_of_squares(models[1], given).backward()  # type: ignore[no-untyped-call]
+    again.step()
 
 
 # Compiled models --------------------------------------------------------------------------------------------
