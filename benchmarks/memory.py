@@ -213,9 +213,10 @@ AMOUNTS: dict[str, Callable[[Measured], float]] = {
 
 
 def predicted(case: Case, members: int) -> dict[str, float]:
-    """Float32 values for each parameter that the account counts beside the training's own."""
+    """Float32 values for each parameter that the account counts beside the local work's own."""
     account = account_of(parse_run_file(case.run_toml(members)), peers=members)
     rest, peak = account.values("work", "host"), account.values("exchange", "host")
+    peak += max(0.0, account.values("exchange", "device") - account.values("work", "device"))
     return {"rest": rest, "peak": peak, "joiner's peak": max(peak, account.values("join", "host"))}
 
 

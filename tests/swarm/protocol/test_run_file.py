@@ -104,9 +104,11 @@ def test_defaults_of_every_section() -> None:
             "momentum": 0.0,
             "eps": 1e-8,
             "weight_decay": 0.1,
+            "state": "float32",
             "clip_norm": 1.0,
             "batch_samples": 8,
             "precision": "auto",
+            "compile": False,
         },
         "access": {
             "admission": "token",
@@ -293,7 +295,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "b8492d401c4952f3"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "98d929deed9f4021"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -356,7 +358,7 @@ def test_the_hash_of_this_release() -> None:
         ("inner", "clip_norm = 0", r"inner\.clip_norm: .*greater than 0"),
         ("inner", "batch_samples = 0", r"inner\.batch_samples: .*greater than 0"),
         ("inner", "batch_samples = 2.5", r"inner\.batch_samples: .*integer"),
-        ("inner", 'precision = "float16"', r"inner\.precision: .*'auto', 'float32' or 'bfloat16'"),
+        ("inner", 'precision = "fp16"', r"inner\.precision: .*'auto', 'float32', 'tf32', 'bfloat16' or 'float16'"),
         ("schedule", 'kind = "step"', r"schedule\.kind: .*'constant', 'cosine' or 'linear'"),
         ("schedule", 'kind = "cosine"', r"schedule\.kind = 'cosine' needs run\.tokens"),
         ("schedule", "warmup_tokens = -1", r"schedule\.warmup_tokens: .*greater than or equal to 0"),
