@@ -48,7 +48,7 @@ from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.auditor import Auditor
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.chunk_judge import RunFacts, judge
-from shoal.swarm.averaging.committed_contribution import fetch_contribution
+from shoal.swarm.averaging.committed_contribution import PartialContribution, fetch_contribution
 from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Aborted, Committed, RoundOffer
 from shoal.swarm.averaging.reduction import ChunkCollector, ReducedChunk, Reduction
@@ -364,7 +364,7 @@ class Trainer(Member):
         try:
             while True:
                 if self.kind == "late" and not membership.with_credit():
-                    await asyncio.sleep(WORK_S)
+                    await self.average(torch.zeros(self.elements))  # of no samples: it only follows
                 else:
                     await self.one_round()
         except (ShoalError, RuntimeError) as error:
@@ -415,7 +415,8 @@ class Validator(Member):
             if not work.ranges:
                 continue
             deadlines, root = self.client.deadlines, planned[peer].root
-            about = peer, verdict.round, root, self.grid, deadlines.request_s, deadlines.patience_s
+            partial = PartialContribution(self.grid)
+            about = peer, verdict.round, root, partial, deadlines.request_s, deadlines.patience_s
             try:
                 contribution = await fetch_contribution(self.endpoint, *about)
             except LinkError:

@@ -35,7 +35,7 @@ from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.auditor import Auditor
 from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.committed_contribution import fetch_contribution
+from shoal.swarm.averaging.committed_contribution import PartialContribution, fetch_contribution
 from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
@@ -467,15 +467,19 @@ class LocalMember:
         """Ask for the samples of a member's contribution, as a validator."""
         return await self.client.ask(PeerToCoordinatorGetWork(round=round_number, peer=peer), CoordinatorToPeerWork)
 
-    async def contribution_of(
-        self, round_number: int, planned: PlanMember, layout: tuple[TensorSpec, ...], limit_s: float
-    ) -> Tensor:
-        """Fetch a member's contribution to a committed round, (n,) float32, in ``limit_s``. Raises ``LinkError``."""
+    def begin_contribution(self, layout: tuple[TensorSpec, ...]) -> PartialContribution:
+        """Return room for a contribution, of which nothing has come yet."""
         codec_map = CodecMap(self.client.run_file.format_map([(spec.name, spec.shape) for spec in layout]))
-        grid = LeafGrid(sum(spec.elements for spec in layout), codec_map)
+        return PartialContribution(LeafGrid(sum(spec.elements for spec in layout), codec_map))
+
+    async def contribution_of(
+        self, round_number: int, planned: PlanMember, partial: PartialContribution, limit_s: float
+    ) -> Tensor:
+        """Fetch the rest of a member's contribution to a committed round, in ``limit_s``; returns all of it, (n,)
+        float32. Raises ``LinkError``."""
         progress_s = self.client.deadlines.contribution_s
         peer, root = planned.peer, planned.root
-        return await fetch_contribution(self.endpoint, peer, round_number, root, grid, progress_s, limit_s)
+        return await fetch_contribution(self.endpoint, peer, round_number, root, partial, progress_s, limit_s)
 
     async def report_score(self, score: WorkScore) -> None:
         """Report a score, signed as this member's."""

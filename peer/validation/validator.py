@@ -26,6 +26,7 @@ from shoal.peer.training.data import DataAbout
 from shoal.peer.training.parameters import ParameterVector
 from shoal.peer.validation.scorer import Scorer, bare_score
 from shoal.peer.validation.scoring import draw
+from shoal.swarm.averaging.committed_contribution import PartialContribution
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.amendments import amended
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
@@ -73,11 +74,12 @@ class FollowedAnchors:
 
 @dataclass
 class _Task:
-    """A member's contribution that is to be scored."""
+    """A member's contribution that is to be scored. ``partial``: what has come of it."""
 
     verdict: Verdict
     planned: PlanMember
     attempts: int = 0
+    partial: PartialContribution | None = None
 
 
 class Validator:
@@ -150,15 +152,20 @@ class Validator:
         self._doubted.update(work.doubted)
         if not work.ranges:
             return
-        fetching = self._member.contribution_of(verdict.round, task.planned, self._scorer.layout, self._attempt_s)
+        partial = task.partial or self._member.begin_contribution(self._scorer.layout)
+        fetching = self._member.contribution_of(verdict.round, task.planned, partial, self._attempt_s)
         try:
             contribution = self._network.call(fetching, interruptible=True)
         except LinkError as error:
             log.debug("round %d: %s did not show its contribution: %s", verdict.round, peer, error)
             task.attempts += 1
+            # Memory for one that has not come whole: with several slow members each begins anew now and then.
+            if partial.leaves and all(other.partial is None for other in self._tasks):
+                task.partial = partial
             self._tasks.append(task)
             self._session.follow()
             return
+        task.partial = None
         self._report(self._scorer.score(verdict, task.planned, work, anchor, contribution))
 
     def _report(self, score: WorkScore) -> None:

@@ -81,14 +81,31 @@ class CommittedContribution:
         return await in_thread(self._kept.get, index)
 
 
+class PartialContribution:
+    """What attempts to fetch a contribution have brought so far: a slow uplink is no refusal to show it.
+
+    ``values``: (n,) float32, of which the first ``leaves`` are there."""
+
+    def __init__(self, grid: LeafGrid) -> None:
+        self.grid, self.leaves = grid, 0
+        self.values = empty_aligned(grid.bounds(grid.leaves - 1)[1])
+
+
 async def fetch_contribution(
-    endpoint: Endpoint, peer: str, round_number: int, root: bytes, grid: LeafGrid, progress_s: float, limit_s: float
+    endpoint: Endpoint,
+    peer: str,
+    round_number: int,
+    root: bytes,
+    partial: PartialContribution,
+    progress_s: float,
+    limit_s: float,
 ) -> Tensor:
-    """Fetch and decode a member's contribution to a committed round, ``(n,) float32``.
+    """Fetch and decode a member's contribution to a committed round, ``(n,) float32``, from where ``partial`` ends.
 
     Raises ``LinkError``: ``WireError`` for leaves that do not lead to the root or do not decode, ``DeadlineExceeded``
-    after ``limit_s``, however steadily leaves come, and whatever the member says."""
-    values = empty_aligned(grid.bounds(grid.leaves - 1)[1])
+    after ``limit_s``, however steadily leaves come, and whatever the member says. What has come stays in ``partial``.
+    """
+    grid, values = partial.grid, partial.values
 
     def room(leaf: int, size: int) -> memoryview:
         if size != grid.chunk_bytes(*grid.bounds(leaf)):
@@ -101,8 +118,9 @@ async def fetch_contribution(
             grid.codec(leaf).decode(grid.checked(root, start, stop, data), stop - start, values[start:stop])
         except CodecError as error:
             raise WireError(f"a leaf does not decode: {error}") from error
+        partial.leaves = leaf + 1
 
-    fetch = functools.partial(endpoint.fetch, peer, committed_blob(round_number), range(grid.leaves))
+    fetch = functools.partial(endpoint.fetch, peer, committed_blob(round_number), range(partial.leaves, grid.leaves))
     chunks = receive_chunks(functools.partial(fetch, progress_s=progress_s), room, StreamMeter())
     try:
         async with asyncio.timeout(limit_s), aclosing(chunks) as stream:

@@ -10,7 +10,11 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.swarm.averaging.test_contribution import ELEMENTS, begun
 
 from shoal.swarm.averaging import spooled_chunks
-from shoal.swarm.averaging.committed_contribution import CommittedContribution, fetch_contribution
+from shoal.swarm.averaging.committed_contribution import (
+    CommittedContribution,
+    PartialContribution,
+    fetch_contribution,
+)
 from shoal.swarm.errors import BlobUnavailable, Busy, DeadlineExceeded, WireError
 
 MEMBER, VALIDATOR, STRANGER = "m" * 16, "v" * 16, "s" * 16
@@ -41,8 +45,15 @@ def files_in(folder: Path) -> list[Path]:
     return list(folder.glob("**/*"))
 
 
-async def fetched(network: MemoryNetwork, source: CommittedContribution, root: bytes, who: str) -> torch.Tensor:
-    return await fetch_contribution(network.endpoint(who), MEMBER, 5, root, source._grid, PROGRESS_S, LIMIT_S)
+async def fetched(
+    network: MemoryNetwork,
+    source: CommittedContribution,
+    root: bytes,
+    who: str,
+    partial: PartialContribution | None = None,
+) -> torch.Tensor:
+    partial = partial or PartialContribution(source._grid)
+    return await fetch_contribution(network.endpoint(who), MEMBER, 5, root, partial, PROGRESS_S, LIMIT_S)
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -110,6 +121,27 @@ def test_a_member_that_shows_it_leaf_by_leaf_holds_no_validator_up() -> None:
         assert now_s() - began_s == pytest.approx(LIMIT_S)
 
     run_virtual(main())
+
+
+def test_of_a_slow_member_the_next_attempt_gets_the_rest() -> None:
+    async def main() -> None:
+        network, source, root, values = await kept()
+        every_s = PROGRESS_S / 4
+        network.faults.append(dripping("committed", MEMBER, every_s))
+        partial = PartialContribution(source._grid)
+        for _ in range(source.chunks):
+            had = partial.leaves
+            try:
+                whole = await fetched(network, source, root, VALIDATOR, partial)
+            except DeadlineExceeded:
+                assert had < partial.leaves < source.chunks
+            else:
+                assert whole.equal(values)
+                assert had, "not the first attempt"
+                return
+        raise AssertionError("the whole contribution never came")
+
+    run_virtual(main(), horizon_s=100.0)
 
 
 def test_a_contribution_that_cannot_be_kept_costs_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
