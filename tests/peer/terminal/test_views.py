@@ -17,12 +17,13 @@ from shoal.peer.terminal.views import (
     empty_text,
     flow_text,
     held_text,
+    relay_text,
     session_panel,
     stages_drawing,
     status_line,
 )
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
-from shoal.swarm.protocol.types import AssignedSpan, PipelineView, StageStatus
+from shoal.swarm.protocol.types import AssignedSpan, PipelineView, RelayLoad, RelayStatus, StageStatus
 
 WAITS = "waits for a peer that can hold it: nobody can hold stage 2, \x1b[2Jwhich takes 3,200.0 MB"
 STAGES = (
@@ -257,3 +258,15 @@ def test_the_plain_line_of_a_pipelines_peer() -> None:
 )
 def test_events_in_words(event: dict[str, object], words: str) -> None:
     assert sentence(event) == words
+
+
+def test_a_relay_is_named_with_whose_it_is_and_what_it_carries() -> None:
+    load = RelayLoad(busy=0.25, clients=3, links=7, carried_bytes=4_200_000)
+    own = RelayStatus(host="192.0.2.1", port=7708, load=load)
+    assert relay_text(own, {}) == "192.0.2.1:7708: 7 connections of 3 members, 4.2 MB so far, 25% busy"
+    gone = RelayStatus(host="2001:db8::1", port=443, peer=PEERS[0], load=None)
+    assert relay_text(gone, {PEERS[0]: "ann\x1b"}).startswith("[2001:db8::1]:443 of ann")
+    assert relay_text(gone, {}).endswith("it does not answer")
+    shown = Console(file=io.StringIO(), width=120)
+    shown.print(status_table(make_status().model_copy(update={"relays": (own, gone)})))
+    assert "7 connections of 3 members" in shown.file.getvalue()  # type: ignore[attr-defined]

@@ -170,7 +170,7 @@ def test_a_new_address_is_dialed_and_must_be_the_members_own(tmp_path: Path) -> 
     served(tmp_path, main)
 
 
-def test_only_a_member_that_can_be_dialed_has_others_asked_for_it(tmp_path: Path) -> None:
+def test_only_a_member_that_can_be_met_has_others_asked_to_dial_it(tmp_path: Path) -> None:
     async def main(service: CoordinatorService) -> None:
         told: list[tuple[bytes, Message]] = []
 

@@ -16,7 +16,8 @@ from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.paths import make_pass
 from shoal.swarm.protocol.types import Address, Blob
-from shoal.swarm.transport.paths.relay_paths import Forwarder
+from shoal.swarm.transport.limits.origins import Origins
+from shoal.swarm.transport.paths.relay_paths import Forwarder, RelayPaths
 from shoal.swarm.transport.relay import server as relay_server
 from shoal.swarm.transport.relay.books import RelayBooks, RelayLimits
 from shoal.swarm.transport.relay.client import Registration, RelayCredentials, RelayedSocket, call
@@ -357,6 +358,25 @@ async def test_a_fault_of_the_relay_ends_one_connection_and_is_said_once(caplog:
         (await call(relay.address, b.keys.public, "data", mine)).socket.close()
         assert relay.server.books.carried.refused["faults"] == 2
         assert [one for one in caplog.records if one.exc_info] == caplog.records[-1:] != []
+
+
+@run
+async def test_what_a_members_relay_says_of_its_callers_is_not_believed() -> None:
+    taken: list[str] = []
+    relay = Address(kind="relayed", host="192.0.2.9", control_port=7709, relay_key=bytes(32))
+    async with asyncio.TaskGroup() as tasks:
+        paths = RelayPaths(tasks, Origins(), lambda one, host, path: taken.append(host))
+        paths.punches = False
+        with socket.socket() as one:
+            for names_callers in (True, False):
+                registration, running = paths.register(
+                    relay, lambda: pytest.fail("not asked"), lambda: None, names_callers=names_callers
+                )
+                await registration._on_caller(
+                    RelayedSocket(one, relay, "data", ("198.51.100.1", 5), ("10.0.0.1", 6), 0.1)
+                )
+                running.cancel()
+    assert taken == ["198.51.100.1", "192.0.2.9"]
 
 
 @run
