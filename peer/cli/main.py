@@ -529,6 +529,10 @@ def doctor_command(
     data: DataOption = None,
     bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on, as for `shoal join`.")] = "0.0.0.0",
     port_mapping: PortMapping = True,
+    relay: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="A relay that tells the type of the NAT; two of them, without an invite."),
+    ] = None,
 ) -> None:
     """Show what this machine can do for a run, with advice: memory, speed of each layer, and how others reach it.
 
@@ -536,9 +540,10 @@ def doctor_command(
     from shoal.peer.cli.doctor_network import examine_network, network_report
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import Invite
+    from shoal.swarm.protocol.relay_url import RelayUrl
 
     invite = Invite.read(subject) if subject.startswith(("shoal://", "@")) else None
-    bind_to = split_host_port(bind)
+    bind_to, relays = split_host_port(bind), [RelayUrl.parse(url).address for url in relay or ()]
     if invite is None:
         from shoal.peer.cli.doctor import examine, report
         from shoal.peer.training.device import MemoryLimits
@@ -552,7 +557,7 @@ def doctor_command(
             found = examine(run, device, limits, data=data or ())
         console.print(report(found))
     with console.status("Looking at this machine's network"):
-        network = asyncio.run(examine_network(invite, bind_to, maps_ports=port_mapping))
+        network = asyncio.run(examine_network(invite, bind_to, relays, maps_ports=port_mapping))
     console.print(network_report(network))
 
 

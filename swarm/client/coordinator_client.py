@@ -82,8 +82,10 @@ class CoordinatorConnector:
 
     ``channel``: the channel of the last request; None before the first one."""
 
-    def __init__(self, control: ControlPlane, relays: RelayPaths, invite: Invite) -> None:
-        """``relays``: the node's, for a coordinator that is reached over a relay."""
+    def __init__(self, control: ControlPlane, relays: RelayPaths, invite: Invite, from_port: int = 0) -> None:
+        """``relays``: the node's, for a coordinator that is reached over a relay; ``from_port``: the local port from
+        which to dial it otherwise, 0 for any."""
+        self._from_port = from_port
         self.channel: Channel | None = None
         self._control = control
         self._relays = relays
@@ -197,7 +199,7 @@ class CoordinatorConnector:
             port = self._relays.forwarder_to(self._key, self._relayed, as_guest=True)
             channel = self._control.dial("127.0.0.1", port, self._key, via=address)
         else:
-            channel = self._control.dial(address.host, address.control_port, self._key)
+            channel = self._control.dial(address.host, address.control_port, self._key, from_port=self._from_port)
         channel.run = self._run
         return channel
 
@@ -278,8 +280,16 @@ class CoordinatorClient:
     """A membership of a run, or of one of its stages (``in_scope``); call ``join`` first."""
 
     def __init__(
-        self, node: Node, identity: Identity, keys: CurveKeys, invite: Invite, me: MemberInfo, scope: int = 0
+        self,
+        node: Node,
+        identity: Identity,
+        keys: CurveKeys,
+        invite: Invite,
+        me: MemberInfo,
+        scope: int = 0,
+        from_port: int = 0,
     ) -> None:
+        """``from_port``: the local port from which to dial the coordinator, 0 for any."""
         self.node = node
         self.scope = scope
         self.identity, self.keys = identity, keys
@@ -291,6 +301,8 @@ class CoordinatorClient:
         """Whether others can dial this peer, and if not, why."""
         self.observed_host = ""
         """The address that this peer comes from, as the coordinator sees it."""
+        self.observed_port = 0
+        """The port of that; 0 over a relay."""
         self.mapped: Address | None = None
         """Where a router forwards this member's ports to it; its next join names that, too."""
         self.coordinator_is_away = False
@@ -303,7 +315,7 @@ class CoordinatorClient:
         self.relays: tuple[Address, ...] = ()
         """The relays that this member is registered with, which its next join names."""
         self._showing = asyncio.Lock()
-        self._connector = CoordinatorConnector(node.control, node.relays, invite)
+        self._connector = CoordinatorConnector(node.control, node.relays, invite, from_port)
         self._view: RunView | None = None
         self._is_ahead = False
         """Whether this member knows a verdict that the coordinator has lost."""
@@ -350,7 +362,7 @@ class CoordinatorClient:
         )
         check_hash(answer.run_hash, self.invite)
         self.reachable, self.unreachable = answer.reachable, answer.unreachable
-        self.observed_host = answer.observed_host
+        self.observed_host, self.observed_port = answer.observed_host, answer.observed_port
         assert self._connector.channel is not None
         host = self._connector.channel.remote_host
         self._coordinator_reach = least_reach(await all_addresses(host, 0, CONNECT_S))
@@ -358,6 +370,12 @@ class CoordinatorClient:
         self._roster_version = 0  # a version that no run has, so the next view brings the roster
         self.joins += 1
         self._apply_view(answer.view)
+
+    @property
+    def coordinator_host(self) -> str:
+        """Where the coordinator was reached last."""
+        channel = self._connector.channel
+        return channel.remote_host if channel is not None else ""
 
     @property
     def round_trip_s(self) -> float:

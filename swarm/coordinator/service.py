@@ -277,6 +277,7 @@ class ScopeHandlers:
             peer=entry.peer,
             run_hash=self.scope.run.hash,
             observed_host=plain_host(channel.remote_host),
+            observed_port=channel.remote_port,
             reachable=entry.reachable,
             unreachable=trouble,
             view=self.view(entry.peer).view,

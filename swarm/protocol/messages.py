@@ -369,12 +369,13 @@ class CoordinatorToPeerRun(Message):
 class CoordinatorToPeerJoinAccepted(Message):
     """The join was accepted; ``view`` is the first view of the run. ``run_hash``: of the run file hosted now.
 
-    ``observed_host``: the address that this peer comes from; ``unreachable``: why it cannot be dialed there, or where
-    else it wanted to be; empty where it can be."""
+    ``observed_host``: the address that this peer comes from, and its port, 0 over a relay; ``unreachable``: why it
+    cannot be dialed there, or where else it wanted to be; empty where it can be."""
 
     peer: PeerId
     run_hash: Digest
     observed_host: Host
+    observed_port: Annotated[int, Field(ge=0, le=65_535)]
     reachable: bool
     unreachable: Text = ""
     view: RunView

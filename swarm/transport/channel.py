@@ -48,6 +48,8 @@ class Channel:
     """Whether the other side has proved its key and the connection has not been lost since."""
     descriptor: int = -1
     """Of a dialed channel's connection."""
+    remote_port: int = 0
+    """The port from which a caller has connected; 0 over a relay, and of a channel that was dialed."""
     received_s: float = 0.0
     """Moment of the last receipt, on the event loop's clock."""
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))

@@ -38,7 +38,7 @@ from shoal.swarm.transport.limits.caller_guard import CallerGuard
 from shoal.swarm.transport.limits.origins import Origins
 from shoal.swarm.transport.limits.receive_backlog import ReceiveBacklog
 from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
-from shoal.swarm.transport.tcp.sockets import CURVE_DOMAIN, PROBES, SILENCE_S, bind, endpoint, tune
+from shoal.swarm.transport.tcp.sockets import CURVE_DOMAIN, PROBES, SILENCE_S, bind, endpoint, remote_port, tune
 
 log = logging.getLogger(__name__)
 
@@ -143,14 +143,15 @@ class ControlPlane:
 
     # Calling ----------------------------------------------------------------------------------------------
 
-    def dial(self, host: str, port: int, key: bytes, via: Address | None = None) -> Channel:
+    def dial(self, host: str, port: int, key: bytes, via: Address | None = None, from_port: int = 0) -> Channel:
         """The channel to the holder of ``key`` at an address; it connects and reconnects in the background.
 
-        ``via``: a relay, where the address is that of a local forwarder (``paths.py``). Raises ``Unreachable`` for an
+        ``via``: a relay, where the address is that of a local forwarder (``relay_paths.py``); ``from_port``: the local
+        port, if ``host`` is an IP address. Raises ``Unreachable`` for an
         address that is not valid, and while this process leaves the network."""
         if self._is_stopped:
             raise Unreachable("closing down")
-        address = endpoint(host, port)
+        address = endpoint(host, port, from_port)
         known = self._dialed.get((address, key))
         if known is not None:
             return known
@@ -242,13 +243,15 @@ class ControlPlane:
             self.guard.demote_former_members()
             await asyncio.sleep(_FORMER_MEMBERS_S)
 
-    def _incoming_channel(self, key: bytes, host: str, routing: bytes) -> Channel:
+    def _incoming_channel(self, key: bytes, host: str, routing: bytes, descriptor: int | None) -> Channel:
+        """``descriptor``: of the caller's connection; None for one over a relay."""
         channel = self._incoming.pop(key, None)
         if channel is None or channel.routing != routing:
             if channel is not None:
                 channel.mark_broken(Unreachable(f"{channel.label} has opened a new connection"))
             self._limit_channels()
             channel = Channel(key, host, self._router, routing, host, self._limits.upload)
+            channel.remote_port = 0 if descriptor is None else remote_port(descriptor)
             channel.mark_connected()
         self._incoming[key] = channel
         return channel
@@ -275,11 +278,12 @@ class ControlPlane:
         frame = frames[0]
         self._limits.download.count_control(sum(map(len, frames)))
         key = bytes.fromhex(str(frame.get("User-Id")))
-        host = self.origins.of(str(frame.get("Peer-Address")))
+        address, descriptor = str(frame.get("Peer-Address")), int(frame.get(zmq.SRCFD))
+        host = self.origins.of(address)
         size = len(frame) if len(frames) == 1 else _UNBOUNDED  # Shoal sends no messages of several frames
-        if not self.guard.allows(int(frame.get(zmq.SRCFD)), routing, key, host, size):
+        if not self.guard.allows(descriptor, routing, key, host, size):
             return False
-        channel = self._incoming_channel(key, host, routing)
+        channel = self._incoming_channel(key, host, routing, descriptor if host == address else None)
         data = channel.assembly.add(frame.buffer)
         if data is not None and len(data) > MAX_FRAME_BYTES:
             self._tasks.create_task(self._dispatch_large(channel, data))

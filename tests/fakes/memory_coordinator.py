@@ -241,6 +241,7 @@ class MemoryCoordinator:
             peer=peer,
             run_hash=self.run.hash,
             observed_host="127.0.0.1",
+            observed_port=1,
             reachable=True,
             view=self._view(peer, channel.own_keys.public).view,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.integration.harness import CALM, ROUNDS_S, SHOAL, START_S, Host, Member, Swarm, eventually, run_toml
 from tests.integration.nat_lab import Kind, NatLab, nat_lab
+from tests.integration.test_relays import relay_url
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -77,3 +78,32 @@ def test_the_doctor_tells_which_step_works_with_an_invite(swarm: Swarm) -> None:
         assert "One port is open and the other is not" in half
         assert "A firewall keeps others out" in doctor(swarm, lab, "wall", host.invite, *alone)
         assert not host.events("member_joined"), "guests are not recorded"
+
+
+NAT_TYPES = {
+    Kind.FULL_CONE: ("endpoint-independent mapping", "lets in everybody"),
+    Kind.RESTRICTED: ("endpoint-independent mapping", "a restricted cone"),
+    Kind.PORT_RESTRICTED: ("endpoint-independent mapping", "(port-restricted)"),
+    Kind.CGNAT: ("endpoint-independent mapping", "(port-restricted)"),
+    Kind.SYMMETRIC: ("a symmetric NAT", "(port-restricted)"),
+    Kind.INBOUND_BLOCKED: ("behind a firewall", "(port-restricted)"),
+}
+
+
+def test_the_doctor_tells_the_type_of_the_nat(swarm: Swarm) -> None:
+    """By what the coordinator, the relay beside it and one elsewhere see; without an invite by two relays."""
+    machines = {"host": Kind.PUBLIC, "relay": Kind.PUBLIC} | {str(kind): kind for kind in NAT_TYPES}
+    with nat_lab(machines) as lab:
+        launcher, bind = (*lab.inside("host"), *SHOAL), f"{lab.address('host')}:0"
+        host = swarm.host(run_toml(max_s=0.5, patience_s=4.0), launcher=launcher, bind=bind)
+        urls = []
+        for port in (443, 444):
+            place = ("--bind", f"{lab.address('relay')}:{port}", "--identity", str(swarm.folder / f"key-{port}"))
+            relay = swarm.command(f"relay-{port}", *lab.inside("relay"), *SHOAL, "relay", *place)
+            urls += ["--relay", relay_url(relay)]
+        for kind, words in NAT_TYPES.items():
+            said = doctor(swarm, lab, kind, host.invite, "--no-port-mapping", *urls[:2])
+            assert all(one in said for one in words), f"{kind}: {said}"
+        for kind in (Kind.SYMMETRIC, Kind.PORT_RESTRICTED):
+            said = doctor(swarm, lab, kind, str(swarm.run_file(run_toml())), "--no-port-mapping", *urls)
+            assert NAT_TYPES[kind][0] in said, f"{kind}: {said}"

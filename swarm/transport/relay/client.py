@@ -66,10 +66,10 @@ class RelayedSocket:
     dial_in_s: float
 
 
-async def _dial(relay: Address) -> tuple[sockets.socket, RelayToClientHello]:
+async def _dial(relay: Address, from_port: int = 0) -> tuple[sockets.socket, RelayToClientHello]:
     """Connect to a relay and check its key if that is known. Raises ``LinkError``; sets no deadline."""
     name = f"a connection to the relay {relay}"
-    socket = await connect(relay.host, relay.control_port, from_port=0, what=name)
+    socket = await connect(relay.host, relay.control_port, from_port=from_port, what=name)
     try:
         tune_relayed(socket)
         hello = await receive(socket, RelayToClientHello)
@@ -79,6 +79,18 @@ async def _dial(relay: Address) -> tuple[sockets.socket, RelayToClientHello]:
         socket.close()
         raise
     return socket, hello
+
+
+async def observe(relay: Address, from_port: int) -> tuple[sockets.socket, tuple[str, int]]:
+    """Connect to a relay from a local port; return the connection, and from where the relay sees it come.
+
+    Raises ``LinkError``."""
+    try:
+        async with asyncio.timeout(CALL_S):
+            socket, hello = await _dial(relay, from_port)
+    except (TimeoutError, OSError) as error:
+        raise Unreachable(f"the relay {relay} does not answer") from error
+    return socket, (hello.observed_host, hello.observed_port)
 
 
 async def measure(relay: Address) -> RelayMeasure | None:

@@ -47,9 +47,12 @@ _ACKED, _RECEIVED, _SHORTEST_US = struct.Struct("120xQ"), struct.Struct("128xQ")
 """``tcpi_bytes_acked``, ``tcpi_bytes_received`` and ``tcpi_min_rtt`` in the kernel's ``struct tcp_info``."""
 
 
-def endpoint(host: str, port: int | str) -> str:
-    """A TCP address as ZeroMQ writes it."""
-    return f"tcp://{join_host_port(host, port)}"
+def endpoint(host: str, port: int | str, from_port: int = 0) -> str:
+    """A TCP address as ZeroMQ writes it; ``from_port``: to be dialed from that local port, if it is an IP address."""
+    address = join_host_port(host, port)
+    own_host = "::" if ":" in host else "0.0.0.0"
+    is_from = from_port and parse_ip(host) is not None
+    return f"tcp://{join_host_port(own_host, from_port)};{address}" if is_from else f"tcp://{address}"
 
 
 def tune(socket: zmq.asyncio.Socket) -> None:
@@ -213,6 +216,13 @@ def received_bytes_on(descriptor: int, inode: int) -> int:
     if inode_of(descriptor) == inode:
         with suppress(OSError), borrowed(descriptor) as socket:  # it may be closed at any moment
             return _tcp_info(socket, _RECEIVED)
+    return 0
+
+
+def remote_port(descriptor: int) -> int:
+    """The other side's port of a TCP connection of another owner; 0 if it is closed."""
+    with suppress(OSError), borrowed(descriptor) as socket:  # it may be closed at any moment
+        return int(socket.getpeername()[1])
     return 0
 
 

@@ -79,6 +79,41 @@ def test_the_report_says_what_was_found() -> None:
     assert "the router forwards both ports: `shoal join` does that by itself" in said
 
 
+@pytest.mark.parametrize(
+    ("what", "type_words", "meaning", "advice"),
+    [
+        (
+            found(seen_as=PUBLIC, trouble=NONE, mapping="independent", filtering="port"),
+            "port-restricted",
+            "meet dir",
+            "",
+        ),
+        (
+            found(seen_as=PUBLIC, trouble=NONE, mapping="dependent"),
+            "a symmetric NAT",
+            "over a relay",
+            "cone or moderate",
+        ),
+        (found(seen_as=PUBLIC, trouble=NONE), "fewer than two others", "", "--relay 'shoal-relay://"),
+        (found(seen_as=PUBLIC, mapping="independent"), "one outer port for everybody", "meet directly", ""),
+        (found(PUBLIC, seen_as=PUBLIC, trouble=NONE, filtering="port"), "behind a firewall; lets in", "meet dir", ""),
+        (found(PUBLIC, seen_as=PUBLIC, trouble=""), "", "", ""),
+        (found(seen_as=HOME, trouble=""), "", "", ""),
+        (found(), "", "", ""),
+    ],
+)
+def test_the_type_of_the_nat_is_said_with_what_it_means(
+    what: NetworkDiagnosis, type_words: str, meaning: str, advice: str
+) -> None:
+    console = Console(width=300, record=True, file=None, quiet=False)
+    with console.capture() as capture:
+        console.print(network_report(what))
+    said = " ".join(capture.get().split())
+    for words in (type_words, meaning, advice):
+        assert words in said
+    assert ("NAT type" in said) == bool(type_words)
+
+
 def test_alone_and_without_the_router_nothing_is_sent() -> None:
     diagnosis = asyncio.run(examine_network(None, ("127.0.0.1", 0), maps_ports=False))
     assert diagnosis.step == "unknown"
