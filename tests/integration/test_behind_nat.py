@@ -58,7 +58,7 @@ def test_two_behind_nats_and_then_one_that_can_be_reached(swarm: Swarm) -> None:
 def doctor(swarm: Swarm, lab: NatLab, machine: str, *arguments: str) -> str:
     command = (*lab.inside(machine), "env", "COLUMNS=200", *SHOAL, "doctor", *arguments)
     process = swarm.command(f"doctor-{machine}", *command)
-    assert process.exit_code(START_S) == 0, process.tail()
+    assert process.exit_code(2 * START_S) == 0, process.tail()
     return " ".join(process.text().split())
 
 
@@ -104,6 +104,5 @@ def test_the_doctor_tells_the_type_of_the_nat(swarm: Swarm) -> None:
         for kind, words in NAT_TYPES.items():
             said = doctor(swarm, lab, kind, host.invite, "--no-port-mapping", *urls[:2])
             assert all(one in said for one in words), f"{kind}: {said}"
-        for kind in (Kind.SYMMETRIC, Kind.PORT_RESTRICTED):
-            said = doctor(swarm, lab, kind, str(swarm.run_file(run_toml())), "--no-port-mapping", *urls)
-            assert NAT_TYPES[kind][0] in said, f"{kind}: {said}"
+        said = doctor(swarm, lab, Kind.SYMMETRIC, str(swarm.run_file(run_toml())), "--no-port-mapping", *urls)
+        assert NAT_TYPES[Kind.SYMMETRIC][0] in said, said
