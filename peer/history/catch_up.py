@@ -59,8 +59,8 @@ def next_state(state: AnchorState, mean: RoundMean, verdict: Verdict, original: 
     return state.step(verdict.anchor_version, mean.pieces(), change)
 
 
-def rounds_after(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdict]:
-    """The committed rounds that lead on from a state, as far as these verdicts tell; none for a state of another run.
+def standing_rounds(verdicts: Iterable[Verdict]) -> list[tuple[RoundPlan, Verdict]]:
+    """Return the committed rounds that are in the anchor, as far as these verdicts tell, with their plans.
 
     Verdicts may be missing, and come in any order. A round counts only if the run has not gone back behind it since: a
     later verdict with its anchor version or a lower one undoes it."""
@@ -72,8 +72,13 @@ def rounds_after(verdicts: Iterable[Verdict], version: int, digest: bytes) -> li
             standing.pop()
         if plan is not None:
             standing.append((plan, verdict))
+    return standing
+
+
+def rounds_after(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdict]:
+    """Return the ``standing_rounds`` that lead on from a state; none for a state of another run."""
     found: list[Verdict] = []
-    for plan, verdict in standing:
+    for plan, verdict in standing_rounds(verdicts):
         if plan.anchor_version == version and (found or plan.state_digest == digest):
             found.append(verdict)
             version = verdict.anchor_version

@@ -21,7 +21,7 @@ from shoal.peer.checkpoints.manifest import VERDICTS_FILE, Manifest, read_manife
 from shoal.peer.checkpoints.source import CheckpointSource, FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, round_of
 from shoal.peer.folders import is_stage_folder
-from shoal.peer.history.catch_up import RoundApplier, is_start_of, rounds_after
+from shoal.peer.history.catch_up import RoundApplier, is_start_of, rounds_after, standing_rounds
 from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
 from shoal.swarm.averaging.results import RoundMean
 from shoal.swarm.errors import StateFileError, WireError
@@ -119,7 +119,7 @@ def _replay(place: Path, number: int | None, identity: Identity | None) -> Itera
                 f"{place}: round {done.round}: its committed bytes give another state than the {by} says the run had; "
                 "either this machine computes otherwise than the run's, or the checkpoint before it is not the run's"
             )
-    later = [one for one, verdict in sorted(verdicts.items()) if verdict.committed and one > way[-1].round]
+    later = [verdict.round for _, verdict in standing_rounds(verdicts.values()) if verdict.round > way[-1].round]
     if number is None and later:
         raise _missing(records, way[-1].round + 1, later[0])
 

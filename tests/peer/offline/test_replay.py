@@ -28,6 +28,7 @@ from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.types import TensorSpec
+from shoal.swarm.protocol.verdict_chain import chain_hash, signed_bytes
 
 ELEMENTS = 2 * 4096 + 17
 SAMPLES = 10
@@ -99,6 +100,30 @@ def test_every_round_since_the_oldest_checkpoint(played: tuple[Path, list[str]])
     ]
     assert [row.equal for row in rows] == [True, True, True, None], "nothing here knows of a round after the last"
     assert [row.vouched_by for row in rows][:3] == ["plan of round 2", "plan of round 3", "plan of round 4"]
+
+
+def test_undone_rounds_are_not_missing(tmp_path: Path) -> None:
+    """The run went back with its last verdict, as behind a wrong mean."""
+
+    async def main() -> None:
+        async with stateful_swarm(tmp_path, 2, run_toml(2 * SAMPLES, "int8"), ELEMENTS) as (swarm, members):
+            one = members[0]
+            one.keeper.needed_since = lambda: -1
+            await play_rounds(members, 4, SAMPLES, contribution)
+            verdicts = tuple(await one.verdicts_from(0))
+            save(one, one.states[1], verdicts[0])
+            nothing: dict[str, Any] = {"committed": False, "plan": None, "digests": (), "makers": (), "loss": None}
+            back = verdicts[-1].model_copy(
+                update={**nothing, "round": 4, "anchor_version": 2, "previous_chain": verdicts[-1].chain}
+            )
+            chain = chain_hash(back)
+            signature = swarm.coordinator.identity.sign(signed_bytes(chain))
+            back = back.model_copy(update={"chain": chain, "signature": signature})
+            save(one, one.states[2], back, (*verdicts, back))
+
+    run_virtual(main())
+    folder = next(tmp_path.glob("*/checkpoints")).parent
+    assert [(row.round, row.equal) for row in replay(folder)] == [(1, True)]
 
 
 @pytest.mark.parametrize(("number", "rounds"), [(1, [1]), (2, [1, 2]), (3, [3]), (4, [3, 4])])
