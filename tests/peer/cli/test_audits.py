@@ -116,6 +116,34 @@ def test_who_was_expelled_by_evidence_of_its_innocence_is_shown_right(
     assert "innocent: chunk 2 is the mean of what it includes" in out.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("claims", "says"),
+    [
+        (Judgement("guilty", "", entry(2).peer, 3), f"void: it is about {LIAR} in round 3"),
+        (Judgement("guilty", "", LIAR, 2), f"void: it is about {LIAR} in round 3"),
+        (Judgement("guilty", "", LIAR, 3, excess=8.0), "void: the mean is wrong within the bound"),
+    ],
+    ids=["another member", "another round", "a larger lie"],
+)
+def test_evidence_proves_what_the_record_says_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claims: Judgement, says: str
+) -> None:
+    """The host has true evidence, and says that it shows something else."""
+    monkeypatch.setattr("shoal.swarm.coordinator.service._judged", lambda *_: claims)
+
+    async def test(service: CoordinatorService, journal: LocalJournal) -> None:
+        has_committed(service, 2)
+        assert await show(service, 1, GUILTY) == "guilty"
+
+    serving(tmp_path, test)
+    origin = HistoryOrigin(run_toml=TOML, coordinator=HOST.certify(HOST.coordinator_keys()))
+    (tmp_path / ORIGIN_FILE).write_bytes(pack_origin(origin))
+    out = Console(file=io.StringIO(), width=200)
+    with pytest.raises(WrongEvidence, match="1 of"):
+        show_audits(str(tmp_path), tmp_path / "no keys", out, check=True, as_json=False)
+    assert says in out.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_only_a_folder_has_evidence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="host's folder"):
         show_audits("shoal://somewhere", tmp_path, Console(), check=True, as_json=False)
