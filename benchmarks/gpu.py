@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -197,7 +198,7 @@ def mfu(recipe: GptRecipe, local: LocalLoop, device: torch.device, tokens_s: flo
     """Share of the device's peak: 6 operations for each parameter and 12 for each layer, value of the width and token
     of the context (PaLM, arXiv:2204.02311)."""
     name = describe_device(str(device)).name
-    peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+    peak = next((peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
     if peak is None or local.precision not in ("bfloat16", "float16"):
         return None
     settings, parameters = recipe.settings, sum(one.numel() for one in local.setup.model.parameters())

@@ -41,8 +41,8 @@ def random_states(device: torch.device) -> tuple[bytes, bytes]:
 
 def _states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     match device.type:
-        case "cuda":
-            return torch.get_rng_state(), torch.cuda.get_rng_state(device)
+        case "cuda" | "xpu":
+            return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
         case "mps":
             return torch.get_rng_state(), torch.mps.get_rng_state()
         case _:
@@ -51,12 +51,13 @@ def _states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _set_on_device(device: torch.device, device_state: torch.Tensor | None, seed: int) -> None:
     """Set the device's generator to a state, or to ``seed`` if the state is None."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        with module.device(device):
             if device_state is None:
-                torch.cuda.manual_seed(seed)
+                module.manual_seed(seed)
             else:
-                torch.cuda.set_rng_state(device_state, device)
+                module.set_rng_state(device_state, device)
     elif device_state is None:
         torch.mps.manual_seed(seed)
     else:
