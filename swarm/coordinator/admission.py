@@ -242,8 +242,8 @@ class Admission:
         is_observer, membership = role == "observer", self._scope.membership
         standings = {
             other: self._scope.standing(other)
-            for other, one in membership.members.items()
-            if one.alive and other != peer and (one.entry.role == "observer") == is_observer
+            for other, one in membership.live.items()
+            if other != peer and (one.entry.role == "observer") == is_observer
         }
         newcomers = [
             (other, membership.members[other].network, standing.rounds + standing.has_place)
@@ -296,8 +296,8 @@ class Admission:
         """Ban an identity, and a network if one is named; returns the members that were removed."""
         self._scope.record(PeerBanned(peer=peer, network=network, note=note, at_s=self._log.unix_s))
         removed = []
-        for other, member in list(self._scope.membership.members.items()):
-            if member.alive and (other == peer or (network and member.network == network)):
+        for other, member in list(self._scope.membership.live.items()):
+            if other == peer or (network and member.network == network):
                 self._scope.record(ProcessBanned(curve_key=member.entry.certificate.curve_key))
                 self._scope.record(MemberLost(peer=other, reason=BANNED))
                 removed.append(other)
@@ -329,9 +329,9 @@ class Admission:
         patience_s = self._deadlines.newcomer_s(self._scope.run.round.max_s)
         for peer in self._scope.walls():  # it cannot make any progress, whatever it does
             self._scope.membership.members[peer].progress_s = now_s
-        for peer, one in list(self._scope.membership.members.items()):
+        for peer, one in list(self._scope.membership.live.items()):
             is_idle = now_s - one.progress_s > patience_s or now_s - one.worked_s > _MAX_UNPROVEN_S
-            if is_idle and one.alive and one.entry.role != "observer":
+            if is_idle and one.entry.role != "observer":
                 standing = self._scope.standing(peer)
                 if not (standing.has_credit or standing.has_place):
                     self._scope.record(MemberLost(peer=peer, reason="idle"))

@@ -55,7 +55,10 @@ _LONGEST_WALL = 300
 _NO_WALLS: Mapping[str, str] = MappingProxyType({})
 
 _REMEMBERED_STRANGERS = 256
-"""Most departed members without a trace in the run; of more, those that joined first are forgotten."""
+"""Departed members without a trace in the run; of many more, those that joined first are forgotten."""
+
+_FORGOTTEN_AT_ONCE = 64
+"""Those are looked for when so many more have left: looking costs as much as there are members that ever left."""
 
 _REMEMBERED_KEYS = 4096
 """Most keys of replaced processes; of more, the earliest are forgotten, whose processes have given up by then."""
@@ -215,9 +218,12 @@ class Member:
 class Membership:
     """Members by peer id, and the roster with its version.
 
-    Members stay known after they left; observers are forgotten, so that looking at a run leaves no traces."""
+    Members stay known after they left; observers are forgotten, so that looking at a run leaves no traces.
+    ``members``: all, in the order in which they joined last; ``live``: those of them that are here. What joining,
+    leaving and a tick cost goes by the latter."""
 
     members: dict[str, Member] = field(default_factory=dict)
+    live: dict[str, Member] = field(default_factory=dict)
     roster_version: int = 0
     replaced: dict[bytes, None] = field(default_factory=dict)
     """CURVE keys of processes that another one of the same identity has replaced, in that order."""
@@ -231,7 +237,8 @@ class Membership:
     """Cached results over all members, which every message of every member needs."""
 
     def join(self, event: MemberJoined, now_s: float, anchor_version: int) -> None:
-        earlier = self.members.get(event.entry.peer)
+        earlier = self.members.pop(event.entry.peer, None)
+        self.live.pop(event.entry.peer, None)
         member = Member(event.entry, event.device, now_s, joined_version=anchor_version, seen_version=anchor_version)
         member.network, member.invite, member.joined_s = event.network, event.invite, event.at_s
         if earlier is not None:
@@ -250,7 +257,7 @@ class Membership:
                 self._replace(earlier.entry.certificate.curve_key)
             elif earlier.seen_version == anchor_version:  # no newer one was made without this process
                 member.joined_version = earlier.joined_version
-        self.members[event.entry.peer] = member
+        self.members[event.entry.peer] = self.live[event.entry.peer] = member
         self._note_change(event.entry.peer)
 
     def _replace(self, curve_key: bytes) -> None:
@@ -272,6 +279,7 @@ class Membership:
     def lose(self, event: MemberLost) -> None:
         self._note_change(event.peer)
         member = self.members[event.peer]
+        self.live.pop(event.peer, None)
         if member.entry.role == "observer":
             del self.members[event.peer]
             return
@@ -283,9 +291,12 @@ class Membership:
     def forget_strangers(self, left_traces: Callable[[str], bool]) -> list[str]:
         """Forget and return members that left and did nothing that ``left_traces``, all but the last ones.
 
-        Identities cost nothing, so there may be any number of them."""
-        gone = [peer for peer, member in self.members.items() if not member.alive]
-        strangers = [peer for peer in gone if not left_traces(peer)] if len(gone) > _REMEMBERED_STRANGERS else []
+        Identities cost nothing, so there may be any number of them. Those that left are looked at once for many of
+        them, at a number that is the same for whoever replays the journal."""
+        gone = len(self.members) - len(self.live)
+        if gone <= _REMEMBERED_STRANGERS or gone % _FORGOTTEN_AT_ONCE:
+            return []
+        strangers = [peer for peer in self.members if peer not in self.live and not left_traces(peer)]
         forgotten = strangers[: max(0, len(strangers) - _REMEMBERED_STRANGERS)]
         for peer in forgotten:
             del self.members[peer]
@@ -347,11 +358,11 @@ class Membership:
 
     def silent(self, now_s: float, dead_s: float) -> list[str]:
         """Return members that have been silent for too long."""
-        return [peer for peer, member in self.members.items() if member.alive and now_s - member.heard_s > dead_s]
+        return [peer for peer, member in self.live.items() if now_s - member.heard_s > dead_s]
 
     def excuse(self, seconds: float, now_s: float) -> None:
         """Exclude a time in which the coordinator could hear nobody."""
-        for member in self.members.values():
+        for member in self.live.values():
             member.heard_s = min(now_s, member.heard_s + seconds)
             member.progress_s = min(now_s, member.progress_s + seconds)
             member.worked_s = min(now_s, member.worked_s + seconds)
@@ -377,7 +388,9 @@ class Membership:
         for kept in members:
             known = {name: getattr(kept, name) for name in MemberKept.model_fields}
             activity = "joining" if kept.alive else "gone"
-            self.members[kept.entry.peer] = Member(heard_s=now_s, activity=activity, **known)
+            member = self.members[kept.entry.peer] = Member(heard_s=now_s, activity=activity, **known)
+            if kept.alive:
+                self.live[kept.entry.peer] = member
         self.replaced = dict.fromkeys(replaced)
         self.roster_version = epoch + len(self.members)
 
@@ -386,7 +399,7 @@ class Membership:
 
     def places_left(self, role: Role) -> int:
         """Return how many more members of a role the messages have room for."""
-        return MAX_MEMBERS - sum(one.alive and one.entry.role == role for one in self.members.values())
+        return MAX_MEMBERS - sum(one.entry.role == role for one in self.live.values())
 
     def roster_news(self, version: int) -> tuple[tuple[RosterEntry, ...] | None, RosterDelta | None]:
         """Return the whole roster, or what has changed since ``version``, or nothing if that is the newest."""
@@ -408,13 +421,11 @@ class Membership:
         return RosterDelta(since=since, changed=entries, removed=removed)
 
     def roster(self) -> tuple[RosterEntry, ...]:
-        return self._remember(
-            ("roster",), lambda: tuple(member.entry for member in self.members.values() if member.alive)
-        )
+        return self._remember(("roster",), lambda: tuple(member.entry for member in self.live.values()))
 
     def trainers(self) -> Mapping[str, Member]:
         return self._remember(
-            ("trainers",), lambda: {peer: member for peer, member in self.members.items() if member.is_trainer}
+            ("trainers",), lambda: {peer: member for peer, member in self.live.items() if member.is_trainer}
         )
 
     def with_credit(self) -> Mapping[str, Member]:
@@ -444,7 +455,7 @@ class Membership:
         """Return the live member whose process holds this key, if any."""
         holders = self._remember(
             ("holders",),
-            lambda: {one.entry.certificate.curve_key: peer for peer, one in self.members.items() if one.alive},
+            lambda: {one.entry.certificate.curve_key: peer for peer, one in self.live.items()},
         )
         return holders.get(curve_key)
 

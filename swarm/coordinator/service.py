@@ -825,9 +825,9 @@ class CoordinatorService:
                 self._changed.clear()
             told, start_s = self._moments(), loop.time()
             for one in list(self.handlers):
-                for peer, member in list(one.scope.membership.members.items()):
+                for peer, member in list(one.scope.membership.live.items()):
                     channel = self.node.control.incoming(member.entry.certificate.curve_key)
-                    if member.alive and channel is not None and one.is_due(peer, member):
+                    if channel is not None and one.is_due(peer, member):
                         await self.notify(channel, one.view(peer), one.scope.number)
             pause_until_s = 2 * loop.time() - start_s
 

@@ -171,9 +171,40 @@ def test_many_have_come_and_gone() -> None:
     assert [one.peer for one in members if one.alive] == [peer_name(0)]
 
 
+def test_who_joins_and_leaves_costs_nothing_for_those_that_are_gone() -> None:
+    world = World(run_file(), 3)
+    membership = world.scope.membership
+
+    class Watched(dict[str, Any]):
+        looked = 0
+
+        def items(self) -> Any:
+            Watched.looked += 1
+            return super().items()
+
+        def values(self) -> Any:
+            Watched.looked += 1
+            return super().values()
+
+        def __iter__(self) -> Any:
+            Watched.looked += 1
+            return super().__iter__()
+
+    membership.members = Watched(membership.members)
+    other = entry(9, 100)
+    world.scope.admission.join(other, CPU, world.now_s)
+    assert other in membership.roster()
+    assert membership.holder(other.certificate.curve_key) == other.peer
+    world.scope.admission.lose_silent(world.now_s)
+    world.scope.admission.lose_idle(world.now_s)
+    world.scope.admission.leave(other.peer, "", world.now_s)
+    assert other not in membership.roster()
+    assert Watched.looked == 0
+
+
 def test_of_those_who_left_no_trace_the_last_ones_are_remembered() -> None:
     world = World(run_file(), 2)
-    for number in range(300):
+    for number in range(320):
         peer = (
             "x" * 14
             + "abcdefghijklmnopqrstuvwxyz234567"[number // 32]
