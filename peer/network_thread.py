@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
 from shoal.swarm.aio import leaf
+from shoal.swarm.system import run_loop
 
 _INTERRUPT_POLL_S = 0.2
 
@@ -120,7 +121,7 @@ class NetworkThread(Generic[R]):
 
     def _main(self) -> None:
         try:
-            asyncio.run(self._run())
+            run_loop(self._run())
         except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
             self._failure = leaf(error)
         # The loop is closed; calls submitted last have not even begun.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from shoal.swarm.protocol.run_file import RunFile
     from shoal.swarm.protocol.types import Changes, Role
 
-SHOAL_HOME = Path.home() / ".shoal"
+SHOAL_HOME = Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal")
+"""Folder of all that this machine keeps, unless options name others."""
+
 DEFAULT_PORT = 7707
 """Port that a host listens on by default."""
 

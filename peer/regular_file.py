@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from shoal.peer.machine_memory import free_machine_bytes
+from shoal.swarm import system
 
 _UNSEEN_BYTES = 64 * 2**20
 """Bytes that may be read without a check of the free memory."""
@@ -35,7 +36,7 @@ def open_regular(path: Path, mode: Literal["rb", "r+b", "ab"] = "rb", buffering:
     def opened(name: str, flags: int) -> int:
         with suppress(FileNotFoundError):  # os.open creates a missing file or raises
             _check(os.stat(name))  # before opening, which has effects on some devices
-        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(name, flags | system.flags("O_NONBLOCK", "O_CLOEXEC"), 0o666)
         try:
             _check(os.fstat(descriptor))  # the file may have been replaced since
         except BaseException:

@@ -9,6 +9,7 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from shoal.swarm.errors import FolderInUse
+from shoal.swarm.system import flags, set_mode
 
 _sync_data = getattr(os, "fdatasync", os.fsync)
 
@@ -31,9 +32,9 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a whole file, replacing whatever was there. After a crash it may hold only a part of ``data``: write to a
     temporary name and ``replace``. Raises ``OSError``."""
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, mode)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | flags(), mode)
     try:
-        os.fchmod(descriptor, mode)  # independent of the umask
+        set_mode(descriptor, mode)  # independent of the umask
         append(descriptor, data)
         os.fsync(descriptor)
     finally:
@@ -56,6 +57,8 @@ def replace(new: Path, path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries, so that created and renamed files are found after a crash. Raises ``OSError``."""
+    if not flags("O_DIRECTORY"):  # Windows opens no folders, and its renames are on the disk when they return
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

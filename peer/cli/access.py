@@ -6,7 +6,6 @@ the journal themselves.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from shoal.peer.options import SHOAL_HOME
 from shoal.swarm.errors import FolderInUse, StateFileError, StorageError, Unreachable, UserError
+from shoal.swarm.system import run_loop
 
 if TYPE_CHECKING:
     from shoal.swarm.protocol.access_records import AccessRecord
@@ -323,7 +323,7 @@ def ask_host(folder: Path, keys: Path | None, command: HostCommand, reply: type[
             try:
                 host, port = split_host_port((folder / CONTROL_FILE).read_text().strip())
                 address = Address(host=host, control_port=port)
-                return asyncio.run(command_coordinator(address, key, identity, named, command, reply))
+                return run_loop(command_coordinator(address, key, identity, named, command, reply))
             except (OSError, Unreachable) as error:
                 if time.monotonic() > give_up_s:
                     raise Unreachable(
@@ -409,7 +409,7 @@ def _records(source: str, keys: Path) -> tuple[bytes, bytes, list[AccessRecord]]
     found: list[AccessRecord] = []
     while True:
         ask = ListRecords(first=len(found))
-        page = asyncio.run(command_coordinator(at, invite.key, identity, named, ask, CoordinatorToHostRecords))
+        page = run_loop(command_coordinator(at, invite.key, identity, named, ask, CoordinatorToHostRecords))
         found += page.records
         if not page.more or not page.records:
             return invite.run_hash, identity.public_key, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 UNSUPERVISED = "--no-supervisor"
@@ -13,7 +14,8 @@ INVITE_VARIABLE = "SHOAL_INVITE"
 def main() -> None:
     """Run the command. Imports are late, so that a supervisor, which lives as long as its host, stays small."""
     arguments = sys.argv[1:]
-    if arguments[:1] == ["host"] and UNSUPERVISED not in arguments:
+    # Where a child gets no pipe (Windows), a host runs by itself: a service manager starts it again.
+    if arguments[:1] == ["host"] and UNSUPERVISED not in arguments and hasattr(os, "fork"):
         from shoal.peer.cli.supervisor import Restarts, supervise
 
         sys.exit(supervise(arguments, Restarts()))

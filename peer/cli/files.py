@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from shoal.peer.cli.command import INVITE_VARIABLE
 from shoal.peer.options import SHOAL_HOME, StartFrom
 from shoal.swarm.errors import RecipeError, SealedForOthers, StateFileError, UserError
+from shoal.swarm.system import run_loop
 
 if TYPE_CHECKING:
     from shoal.peer.offline.replay import Replayed
@@ -180,10 +180,7 @@ def checkpoint_command(
     from shoal.peer.offline.export import gather_checkpoint, gather_from_run
 
     own = Identity.load_or_create(identity)
-    if invite is not None:
-        made = asyncio.run(gather_from_run(invite, out, own))
-    else:
-        made = gather_checkpoint(Path(run), out, own)
+    made = run_loop(gather_from_run(invite, out, own)) if invite is not None else gather_checkpoint(Path(run), out, own)
     console.print(
         f"Anchor version {made.anchor_version}, of {len(made.parts or ())} stages after round {made.round}, "
         f"written to {out}, signed by {made.peer}"
@@ -213,7 +210,7 @@ def export_command(
 
     rounded = precision is Precision.bfloat16
     if invite is not None:
-        version = asyncio.run(export_from_run(invite, out, rounded=rounded))
+        version = run_loop(export_from_run(invite, out, rounded=rounded))
     elif rounded:
         raise UserError("--precision bfloat16: needs a running run; give its invite, or leave the option out")
     else:

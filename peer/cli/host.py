@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-import signal
 import socket
 import sys
 import tempfile
@@ -61,6 +60,7 @@ from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, unused_inner_settings
 from shoal.swarm.protocol.types import MAX_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
+from shoal.swarm.system import call_on_signals
 from shoal.swarm.transport.tcp.sockets import own_end
 
 log = logging.getLogger(__name__)
@@ -176,9 +176,7 @@ async def host(
         raise UserError(f"two of the run files have the same [run] name: {', '.join(sorted(names))}")
     keys = port_keys(runs)
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    call_on_signals(stop.set)
     address = (options.bind[0], options.bind[1] or next(filter(None, (_earlier_port(one.state) for one in runs)), 0))
     told = on_start, on_event
     if len(run_paths) == 1:

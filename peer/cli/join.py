@@ -5,7 +5,6 @@ asked for the run file, anonymously."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -38,6 +37,7 @@ from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.system import run_loop
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def run_member(
     work.memory.check(device)
     if work.threads is not None:
         torch.set_num_threads(work.threads)
-    run = asyncio.run(look_up_run(Invite.parse(invite))).run_file
+    run = run_loop(look_up_run(Invite.parse(invite))).run_file
     recipe = _prepare(run, options, agree)
     allow_tf32(device, run.inner.precision)
     if run.pipeline is None:

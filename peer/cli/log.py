@@ -6,7 +6,6 @@ is shown; where it is broken the command fails.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -42,6 +41,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.system import run_loop
 
 _EXPECTED = (
     "give an invite, a host's folder (~/.shoal/host/RUN), a member's folder (~/.shoal/runs/RUN-HASH), a checkpoint, "
@@ -70,7 +70,7 @@ def open_log(source: str, identity: Identity | None = None) -> Log:
     Raises ``StateFileError`` where there is no history, ``StorageError``, or the errors of a join."""
     source = invite_text(source)
     if source.startswith("shoal://"):
-        return asyncio.run(_from_run(Invite.parse(source)))
+        return run_loop(_from_run(Invite.parse(source)))
     path = Path(source)
     if path.is_file():
         return _of_file(path)

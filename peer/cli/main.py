@@ -5,10 +5,8 @@ Each command imports its implementation when it runs, so that help, wrong argume
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import resource
 import sys
 from contextlib import ExitStack
 from enum import StrEnum
@@ -35,7 +33,9 @@ from shoal.peer.cli.guest import app as guest_commands
 from shoal.peer.cli.runs import DirectoryOption
 from shoal.peer.cli.runs import app as finding_commands
 from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
+from shoal.swarm import system
 from shoal.swarm.errors import RunAmended, RunEnded, ShoalError, UserError
+from shoal.swarm.system import run_loop
 
 if TYPE_CHECKING:
     from shoal.peer.cli.host import Hosting
@@ -233,7 +233,7 @@ def host_command(
             line = plain_line(event, event["run"] if len(runs) > 1 else "")
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        asyncio.run(host(runs, options, on_start, on_event))
+        run_loop(host(runs, options, on_start, on_event))
 
 
 @app.command("relay")
@@ -283,7 +283,7 @@ def relay_command(
         console.print("Relay   (this option has a host reached over it)")
         console.print(f"\n  shoal host RUN.toml --via '{url}'\n", soft_wrap=True, highlight=False)
 
-    asyncio.run(relay(options, on_start, beside=beside))
+    run_loop(relay(options, on_start, beside=beside))
 
 
 @app.command("prepare")
@@ -507,7 +507,7 @@ def status_command(
     from shoal.swarm.client.observer import get_status
     from shoal.swarm.protocol.invite import Invite
 
-    status = asyncio.run(get_status(Invite.read(invite)))
+    status = run_loop(get_status(Invite.read(invite)))
     if as_json:
         console.print_json(data=status_json(status))
     else:
@@ -557,7 +557,7 @@ def doctor_command(
             found = examine(run, device, limits, data=data or ())
         console.print(report(found))
     with console.status("Looking at this machine's network"):
-        network = asyncio.run(examine_network(invite, bind_to, relays, maps_ports=port_mapping))
+        network = run_loop(examine_network(invite, bind_to, relays, maps_ports=port_mapping))
     console.print(network_report(network))
 
 
@@ -592,18 +592,7 @@ def _memory(option: str, text: str) -> int | None:
 
 def allow_descriptors() -> int:
     """Raise the soft limit of open files towards ``_MOST_DESCRIPTORS``; returns the limit reached."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_MOST_DESCRIPTORS, hard)
-    if soft == resource.RLIM_INFINITY:
-        return _MOST_DESCRIPTORS
-    if soft >= wanted:
-        return soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError) as error:
-        log.debug("the limit of open files stays at %d: %s", soft, error)
-        return soft
-    return wanted
+    return system.allow_files(_MOST_DESCRIPTORS)
 
 
 def main() -> None:

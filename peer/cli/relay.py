@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from shoal.peer.relay.process import REPORT_EVERY_S, serve_orders
 from shoal.swarm.aio import task_scope
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.relay_url import TOKEN_BYTES, RelayUrl
+from shoal.swarm.system import call_on_signals
 from shoal.swarm.transport.relay.books import RelayBooks, RelayLimits
 from shoal.swarm.transport.relay.server import HostPolicy, RelayServer
 from shoal.swarm.transport.tcp.sockets import listen
@@ -52,8 +52,7 @@ async def relay(options: RelayOptions, on_start: Callable[[RelayUrl], None], *, 
     server = RelayServer(identity, policy, RelayBooks(options.limits))
     listener = listen(*options.bind)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    call_on_signals(stop.set)
     if beside:
         loop.add_reader(sys.stdin, lambda: serve_orders(_read_orders, server.books.set_rate, stop.set))
     host = options.advertise or options.bind[0]

@@ -12,6 +12,7 @@ from shoal.peer.checkpoints.remote.restore import CheckpointRestorer
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.remote.upload import CopyDestination
 from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.options import SHOAL_HOME
 from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.identity import Identity
 
@@ -52,7 +53,7 @@ def restore(
     restorer = CheckpointRestorer(remote, to, Identity.load_or_create(identity), say)
     for folder in restorer.restore(copies, all_stages=all_stages, number=number):
         say(f"Restored to {folder}")
-    own = [f"--state {to}"] * (to != Path.home() / ".shoal" / "runs") + [f"--identity {identity}"]
+    own = [f"--state {to}"] * (to != SHOAL_HOME / "runs") + [f"--identity {identity}"]
     say(f"`shoal join INVITE {' '.join(own)}` goes on from it")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 import time
@@ -23,6 +22,7 @@ from shoal.swarm.client.observer import get_status
 from shoal.swarm.errors import LinkError, RunEnded, StateFileError
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunSection, parse_run_file
+from shoal.swarm.system import run_loop
 
 _START_S = 90.0
 _POLL_S = 0.25
@@ -159,7 +159,7 @@ class Runner:
             return self.log.outlook
         self._asked_s = time.monotonic()
         try:
-            outlook = asyncio.run(get_status(Invite.parse(self._invite))).outlook
+            outlook = run_loop(get_status(Invite.parse(self._invite))).outlook
         except LinkError:
             return ""
         new = re.sub(r"\d+", "", outlook)  # not again when only seconds have passed

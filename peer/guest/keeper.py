@@ -171,6 +171,6 @@ def give_way() -> None:
     """Let all other programs go first, at the processors and the disk. Threads that are started later do as well."""
     me = psutil.Process()
     with suppress(psutil.Error, OSError):
-        me.nice(_LOWEST_PRIORITY)
+        me.nice(getattr(psutil, "IDLE_PRIORITY_CLASS", _LOWEST_PRIORITY))
     with suppress(psutil.Error, OSError, AttributeError):
         me.ionice(psutil.IOPRIO_CLASS_IDLE)

@@ -43,7 +43,7 @@ def _busy_s() -> float:
 
 def _gives_way() -> bool:
     """Whether this process's own work is not in ``psutil.cpu_times().user``."""
-    return os.nice(0) > 0
+    return hasattr(os, "nice") and os.nice(0) > 0
 
 
 def _on_battery() -> bool | None:

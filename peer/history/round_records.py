@@ -23,6 +23,7 @@ from shoal.swarm.durable import replace, sync
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
 from shoal.swarm.protocol.rounds import Part, Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict, unpack_verdicts
+from shoal.swarm.system import read_at
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class RoundRecord:
         if not self.lengths[index]:
             raise BlobUnavailable(f"chunk {index} of round {self.verdict.round} is void")
         with _refusing(self.path), open_regular(self.path) as file:
-            data = os.pread(file.fileno(), self.lengths[index], self._starts[index])
+            data = read_at(file.fileno(), self.lengths[index], self._starts[index])
         if len(data) != self.lengths[index]:
             raise StateFileError(f"{self.path}: ends in the middle of chunk {index}; it is damaged")
         return memoryview(data)
@@ -208,7 +209,7 @@ def _tensor(path: Path, fields: dict[str, Any], name: str, descriptor: int, star
     try:
         begin, end = fields[name]["data_offsets"]
         if 0 <= begin <= end <= os.fstat(descriptor).st_size:
-            return os.pread(descriptor, end - begin, start + begin)
+            return read_at(descriptor, end - begin, start + begin)
     except (KeyError, TypeError, ValueError):
         pass
     raise StateFileError(f"{path}: field {name}: expected a tensor; it is damaged")

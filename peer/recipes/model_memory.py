@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import DeviceError, ShoalError
 from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.system import resource
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def _answer() -> int:
 
 def _limit_memory(limit_bytes: int) -> None:
     """Limit this process to ``limit_bytes`` more than it has now, on Linux; other systems do not enforce the limit."""
-    if psutil.LINUX:
+    if psutil.LINUX and resource is not None:
         allowed = psutil.Process().memory_info().data + limit_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 

@@ -18,14 +18,15 @@ from io import FileIO
 from pathlib import Path
 
 from shoal.swarm.errors import CorpusError, UserError
+from shoal.swarm.system import flags
 
 MAX_FILES = 1 << 20
 """Most files of one corpus, and most folders that are searched for them. A pattern that matches more is a mistake, and
 links that lead in a circle have no end."""
 
 _EVERYTHING = "**"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | flags("O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC")
+_FILE = os.O_RDONLY | flags("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class DataFile:
     def open(self) -> FileIO:
         """Open for reading. Raises ``CorpusError`` unless it is still a regular file below the folder."""
         try:
+            if not flags("O_DIRECTORY"):
+                return self._open_by_path()
             handle = os.open(self.folder, _FOLDER)
             try:
                 for part in self.place[:-1]:
@@ -68,6 +71,14 @@ class DataFile:
         except OSError as error:
             raise CorpusError(f"{self.path}: cannot be read ({error.strerror}); fix it or leave it out") from error
         return file
+
+    def _open_by_path(self) -> FileIO:
+        """The same where folders cannot be opened (Windows): the path is resolved, and what it leads to is checked."""
+        path = self.folder.joinpath(*self.place)
+        if Path(os.path.realpath(path)) != path:
+            raise CorpusError(f"{self.path}: this is a link now; remove it or leave it out")
+        _require_regular(os.stat(path, follow_symlinks=False), self.path)
+        return FileIO(os.open(path, _FILE), "r")
 
 
 def named_folders(folders: Sequence[Path]) -> tuple[Path, ...]:

@@ -30,6 +30,7 @@ from shoal.swarm.coordinator.journal import EPOCH_STEP
 from shoal.swarm.coordinator.record_log import NO_CHECK, RESTORE, RecordFile, free_name, pack_file
 from shoal.swarm.errors import DamagedRecords, RunFileError, StorageError
 from shoal.swarm.protocol.access_records import AccessRecord
+from shoal.swarm.system import flags
 
 log = logging.getLogger(__name__)
 
@@ -613,7 +614,7 @@ class _Copy:
         """``size_bytes``: length of the part of the existing file that is right; None starts a new file."""
         if size_bytes is None:
             path.unlink(missing_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags(), 0o644)
         self._size_bytes = size_bytes or 0
         if os.fstat(self._descriptor).st_size != self._size_bytes:
             durable.cut(self._descriptor, self._size_bytes)

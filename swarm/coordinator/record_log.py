@@ -26,6 +26,7 @@ import msgpack
 
 from shoal.swarm import durable
 from shoal.swarm.errors import DamagedRecords, StorageError
+from shoal.swarm.system import flags, read_at
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ class RecordFile:
         self._file_bytes = 0
         self._damage: _Damage | None = None
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND if writable else os.O_RDONLY)
+            access = os.O_RDWR | os.O_APPEND if writable else os.O_RDONLY
+            self._descriptor = os.open(path, access | flags())
             self._check_title(name)
             self._damage = self._scan()
             if self._damage is not None:
@@ -109,7 +111,7 @@ class RecordFile:
 
     def _check_title(self, name: str) -> None:
         title = _title(name)
-        found = os.pread(self._descriptor, len(title), 0)
+        found = read_at(self._descriptor, len(title), 0)
         if found != title:
             raise DamagedRecords(f"{self.path}: {_other_title(name, found)}")
         self.size_bytes = len(title)
@@ -165,7 +167,7 @@ class RecordFile:
         start = self.offsets[number]
         stop = self.offsets[number + 1] if number + 1 < len(self.offsets) else self.size_bytes
         try:
-            data = os.pread(self._descriptor, stop - start, start)
+            data = read_at(self._descriptor, stop - start, start)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be read: {error}") from error
         payload = data[_HEADER.size : -CHECK_BYTES]
@@ -181,7 +183,7 @@ class RecordFile:
 
     def bytes_between(self, start: int, stop: int) -> bytes:
         try:
-            return os.pread(self._descriptor, stop - start, start)
+            return read_at(self._descriptor, stop - start, start)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be read: {error}") from error
 

@@ -24,6 +24,7 @@ from zmq.utils import z85
 from shoal.swarm import durable
 from shoal.swarm.errors import IdentityError, NotAdmitted, StorageError
 from shoal.swarm.protocol.types import Certificate
+from shoal.swarm.system import is_private
 
 _CERTIFICATE_CONTEXT = b"shoal curve key, version 1\0"
 _COORDINATOR_CONTEXT = b"shoal coordinator curve key, version 1"
@@ -142,7 +143,7 @@ class Identity:
                 text = file.read(_MAX_FILE_BYTES)
         except OSError as error:
             raise IdentityError(f"{path}: cannot read the identity file: {error}") from error
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        if not is_private(mode):
             raise IdentityError(
                 f"{path}: other users may read this identity (mode {stat.S_IMODE(mode):o}); run: chmod 600 {path}"
             )

@@ -7,6 +7,7 @@ its position is sent in place of it, and a bit of the length says so.
 from __future__ import annotations
 
 import socket as sockets
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ _IS_POSITION = 2**31
 """Bit of the length: the header is followed by the body's position in shared memory."""
 
 _POSITION_BYTES = 8
+_HAS_LOW_WATER = sys.platform != "win32"
 _MIN_SHARED_BYTES = 2**14
 """Smaller bodies are sent over the connection."""
 
@@ -130,7 +132,8 @@ class DataConnection:
     def _set_low_water(self, size: int) -> None:
         if size != self._low_water_bytes:
             self._low_water_bytes = size
-            self.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, size)
+            if _HAS_LOW_WATER:
+                self.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, size)
 
     def _read(self, buffers: list[memoryview]) -> int:
         allowed = self._download.allowed_bytes(time.monotonic())
@@ -138,7 +141,10 @@ class DataConnection:
             if not allowed:
                 raise HeldBack
             buffers = _first_bytes(buffers, allowed)
-        got = self.socket.recvmsg_into(buffers)[0]
+        if hasattr(self.socket, "recvmsg_into"):
+            got = self.socket.recvmsg_into(buffers)[0]
+        else:  # Windows
+            got = self.socket.recv_into(buffers[0])
         if got == 0:
             raise ConnectionResetError("closed by the other side")
         self.received_bytes += got

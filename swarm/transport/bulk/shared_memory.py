@@ -8,7 +8,6 @@ its content is not trusted: frames are authenticated like any others.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.swarm.errors import LinkError, WireError
+from shoal.swarm.system import fcntl, flags
 
 RING_BYTES = 12 * 2**20
 """For each direction: room for the two largest frames, or for more small ones, while the receiver waits for a CPU."""
@@ -104,7 +104,7 @@ class OfferedMemory:
 
     def __init__(self) -> None:
         """Raises ``OSError`` where such memory is not available."""
-        if not hasattr(os, "memfd_create"):
+        if not hasattr(os, "memfd_create") or fcntl is None:
             raise OSError("this system, or this Python, has no anonymous memory (memfd)")
         if _is_commitment_limited():
             raise OSError("this system does not overcommit memory: the first access to a page could end the process")
@@ -134,10 +134,12 @@ def open_shared(process: int, descriptor: int, token: bytes) -> SharedMemory:
     ``process`` and ``descriptor`` are not trusted: only memory of links is opened, and only if it holds ``token``,
     which shows that the offering process has written to it."""
     path = f"/proc/{process}/fd/{descriptor}"
+    if fcntl is None:
+        raise LinkError("this system has no anonymous memory (memfd)")
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
             raise LinkError(f"{path} is not the memory of a link")
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+        opened = os.open(path, os.O_RDWR | flags("O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK"))
         try:
             if fcntl.fcntl(opened, _GET_SEALS) & _FIXED_SIZE != _FIXED_SIZE:
                 raise LinkError(f"{path} is not sealed: its size could change")

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-import resource
 import socket as sockets
 import struct
 import sys
@@ -16,6 +15,7 @@ from contextlib import contextmanager, suppress
 import zmq
 import zmq.asyncio
 
+from shoal.swarm import system
 from shoal.swarm.errors import Unreachable
 from shoal.swarm.protocol.addresses import join_host_port, parse_ip
 
@@ -106,8 +106,7 @@ def own_end(bind: str) -> str:
 
 def descriptors_allowed() -> int:
     """The process's limit of open files and sockets."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**20 if soft == resource.RLIM_INFINITY else soft
+    return system.most_files()
 
 
 def listen(host: str, port: int) -> sockets.socket:
@@ -127,7 +126,8 @@ def tune_stream(socket: sockets.socket) -> None:
     socket.setblocking(False)
     socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
     socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
-    socket.setsockopt(sockets.IPPROTO_TCP, _NOT_SENT_LOW_WATER, _UNSENT_BYTES)
+    if sys.platform != "win32":
+        socket.setsockopt(sockets.IPPROTO_TCP, _NOT_SENT_LOW_WATER, _UNSENT_BYTES)
 
 
 def limit_receive_buffer(socket: sockets.socket, size_bytes: int) -> None:

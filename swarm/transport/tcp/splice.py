@@ -7,11 +7,12 @@ read, so a slow receiver costs one pipe's bytes, and the sender feels it as it w
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import socket as sockets
 from collections.abc import Callable
 from contextlib import suppress
+
+from shoal.swarm.system import fcntl
 
 CHUNK_BYTES = 2**20
 """Most bytes of one direction that are under way in this process."""
@@ -38,6 +39,7 @@ class _Buffer:
     """Bytes of one direction that the receiver has not taken yet: a pipe, so that they need not be copied."""
 
     def __init__(self) -> None:
+        assert fcntl is not None
         self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with suppress(OSError):  # it stays at 64 KiB for a user with many pipes
             fcntl.fcntl(self._in, _SET_PIPE_SIZE, CHUNK_BYTES)
@@ -92,7 +94,7 @@ class _Buffers:
     def take(self) -> _Buffer | _CopyingBuffer:
         if self._idle:
             return self._idle.pop()
-        if hasattr(os, "splice"):
+        if hasattr(os, "splice") and fcntl is not None:
             with suppress(OSError):  # no descriptor is left for a pipe
                 return _Buffer()
         return _CopyingBuffer()
