@@ -138,7 +138,8 @@ def import_all() -> int:
     count = 0
     for room in (shoal.compression, shoal.swarm, shoal.peer):
         for found in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
-            if found.name.rpartition(".")[2] != "__main__":
+            # Integrations import their frameworks, which may want what was taken away.
+            if found.name.rpartition(".")[2] != "__main__" and ".integrations." not in found.name:
                 importlib.import_module(found.name)
                 count += 1
     return count
