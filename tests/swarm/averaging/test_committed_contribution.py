@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.fakes.memory_network import MemoryNetwork, changed, dripping
+from tests.fakes.memory_network import MemoryNetwork, Step, changed, dripping
 from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.swarm.averaging.test_contribution import ELEMENTS, begun
 
@@ -124,10 +124,13 @@ def test_a_member_that_shows_it_leaf_by_leaf_holds_no_validator_up() -> None:
 
 
 def test_of_a_slow_member_the_next_attempt_gets_the_rest() -> None:
+    async def slow(step: Step, payload: bytes) -> bytes:
+        await asyncio.sleep(PROGRESS_S / 4)
+        return payload
+
     async def main() -> None:
         network, source, root, values = await kept()
-        every_s = PROGRESS_S / 4
-        network.faults.append(dripping("committed", MEMBER, every_s))
+        network.faults.append(slow)
         partial = PartialContribution(source._grid)
         for _ in range(source.chunks):
             had = partial.leaves
