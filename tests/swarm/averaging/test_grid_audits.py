@@ -11,6 +11,7 @@ from tests.fakes.audits import GRID_ELEMENTS, AuditedRound, committed_round, fac
 from tests.fakes.exchanges import Side
 from tests.fakes.grids import PEERS
 from tests.fakes.memory_network import MemoryNetwork, Step, stalled
+from tests.fakes.memory_network import changed as changed_on_its_way
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
@@ -139,6 +140,20 @@ def test_an_owner_may_not_include_what_no_row_reducer_has_signed(monkeypatch: py
     evidence = run_virtual(done.evidence(number, chunk))
     of_mean = judge(evidence, facts("int8", GRID_ELEMENTS))
     assert (of_mean.word, of_mean.maker) == ("guilty", PEERS[part_of(done.plan).owner])
+
+
+def test_an_honest_owner_sums_a_row_itself_whose_partial_sums_are_not_signed() -> None:
+    def forge(network: MemoryNetwork, sides: list[Side]) -> None:
+        row_reducer = PEERS[places(sides[0].store.plan)[3]]
+        network.faults.append(changed_on_its_way("partial", row_reducer, changed))
+
+    done = grid_round(forge)
+    number, chunk, row, row_reducer = places(done.plan)
+    header = done.sides[0].store.group.header(done.sides[0].store[chunk])
+    assert row not in header.reduced_rows
+    assert {one for one in ROWS[row] if one != row_reducer} < set(header.included)
+    of_mean = judge(run_virtual(done.evidence(number, chunk)), facts("int8", GRID_ELEMENTS))
+    assert (of_mean.word, of_mean.maker) == ("innocent", PEERS[part_of(done.plan).owner])
 
 
 def test_an_owner_may_not_include_a_partial_sum_above_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
