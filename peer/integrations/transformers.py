@@ -63,7 +63,7 @@ def join(
             member.note_batch(loss)
             return loss
 
-        _replace(undo, trainer, get_train_dataloader=loader, training_step=step)
+        _replace(undo, trainer, get_train_dataloader=loader, training_step=step, lr_scheduler=trainer.lr_scheduler)
         _replace(undo, trainer.args, ignore_data_skip=True)
         if trainer.args.max_steps <= 0:
             _replace(undo, trainer.args, num_train_epochs=_EPOCHS)

@@ -10,12 +10,18 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["tests.quick_disk", "pytest", "shoal.peer.cli.main", "shoal.peer.recipes.gpt", "torch._dynamo", "numba"]
-)
+_IMPORTED = ["tests.quick_disk", "pytest", "shoal.peer.cli.main", "shoal.peer.recipes.gpt", "torch._dynamo", "numba"]
+_SERVER.set_forkserver_preload(_IMPORTED)
+
+
+def import_once(*modules: str) -> None:
+    """Have further modules imported, in the process that later ones are forked from. Call it before anything runs."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    _SERVER.set_forkserver_preload([*_IMPORTED, *modules])
 
 
 def can_fork(command: Sequence[str]) -> bool:
