@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,11 @@ def timed_s(work: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - began_s
 
 
+def repeat(work: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        work()
+
+
 def median_s(work: Callable[[], None], device: torch.device, repeats: int) -> float:
     work()
     return statistics.median(timed_s(work, device) for _ in range(repeats))
@@ -121,7 +127,7 @@ class BareLoop:
         ]
         fused = True if has_own_memory(device) else None
         self._optimizer = AdamW(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps, fused=fused)
-        self._called = torch.compile(self._model) if inner.compile else self._model
+        self._called: Any = torch.compile(self._model) if inner.compile else self._model
         self._run, self._recipe, self._device = run, recipe, device
         self._cast, self._micro_batch = autocast(device, local.precision), local.inner.micro_batch
         self._data, self._next = recipe.training_data(), 0
@@ -176,7 +182,7 @@ def _speed(session: Session, options: argparse.Namespace) -> Row:
     taken_s: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(1 + options.turns):
         for name, step in steps.items():
-            seconds = timed_s(lambda step=step: [step() for _ in range(options.steps)], device)  # type: ignore[misc]
+            seconds = timed_s(partial(repeat, step, options.steps), device)
             if turn:
                 taken_s[name].append(seconds)
     tokens = options.steps * run.inner.batch_samples * recipe.tokens_per_sample
