@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +33,7 @@ from shoal.peer.options import SessionOptions
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
 from shoal.peer.training.algorithms import OwnLoop
 from shoal.peer.training.data import (
+    BatchShare,
     DataAbout,
     Dataset,
     LeasedSamples,
@@ -47,6 +48,11 @@ from shoal.peer.training.lr_schedule import run_lr_factor
 from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile, ScheduleSection, unused_inner_settings
+
+if TYPE_CHECKING:  # torch.distributed is slow to import
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shoal.peer.island.ranks import FollowingSession, IslandLead
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +80,8 @@ class Session:
     run's validated run file.
     """
 
+    _island: IslandLead | None = None
+
     def __init__(self, connection: RunConnection) -> None:
         self._connection = connection
         self.invite = connection.invite
@@ -99,6 +107,7 @@ class Session:
         check_is_no_worker()
         return cls(RunConnection(invite, options or SessionOptions(), device))
 
+    @overload
     @classmethod
     def join(
         cls,
@@ -108,35 +117,75 @@ class Session:
         inner_optimizer: Optimizer | None = None,
         options: SessionOptions | None = None,
         clip_norm: float | None = None,
-    ) -> Session:
+        island: None = None,
+    ) -> Session: ...
+
+    @overload
+    @classmethod
+    def join(
+        cls,
+        invite: str,
+        *,
+        model: nn.Module,
+        inner_optimizer: Optimizer | None = None,
+        options: SessionOptions | None = None,
+        clip_norm: float | None = None,
+        island: DeviceMesh,
+    ) -> Session | FollowingSession: ...
+
+    @classmethod
+    def join(
+        cls,
+        invite: str,
+        *,
+        model: nn.Module,
+        inner_optimizer: Optimizer | None = None,
+        options: SessionOptions | None = None,
+        clip_norm: float | None = None,
+        island: DeviceMesh | None = None,
+    ) -> Session | FollowingSession:
         """Join the run and load its anchor into the model.
 
         ``invite``: the URL that the host printed; ``model``: on its device; the order, names and shapes of its
         trainable parameters must be the run's; ``inner_optimizer``: over the model's parameters, required by the
         algorithm ``diloco``; its learning rates are yours to change, and the run's schedule is ``lr_factor``;
-        ``clip_norm``: norm to which ``step`` clips the gradients, by default none. Blocks until the state is here.
+        ``clip_norm``: norm to which ``step`` clips the gradients, by default none; ``island``: mesh of all ranks of
+        ``torch.distributed``, which call this together and are one member: see ``loss_weight``. Rank 0 has the session,
+        and the others get one that follows it. Blocks until the state is here.
 
         Raises ``UserError`` for an invite, options or an optimizer that do not fit, ``Unreachable`` if no coordinator
         answers, ``NotAdmitted`` if it refuses this peer, ``ModelMismatch`` if the model is not the run's, ``RunEnded``.
         """
-        device = next(model.parameters()).device
+        device, lead = next(model.parameters()).device, None
+        if island is not None:
+            from shoal.peer.island.group import Island
+            from shoal.peer.island.ranks import FollowingSession, IslandLead
+
+            ranks = Island(island)
+            if not ranks.leads:
+                return FollowingSession(ranks, model, inner_optimizer, own_loop=OwnLoop(clip_norm))
+            lead = IslandLead(ranks)
         session = cls.connect(invite, options, str(device))
         try:
-            session.start_own_loop(model, inner_optimizer, clip_norm)
+            session.start_own_loop(model, inner_optimizer, clip_norm, lead)
         except BaseException:
             session.close()
             raise
         return session
 
     def start_own_loop(
-        self, model: nn.Module, inner_optimizer: Optimizer | None = None, clip_norm: float | None = None
+        self,
+        model: nn.Module,
+        inner_optimizer: Optimizer | None = None,
+        clip_norm: float | None = None,
+        island: IslandLead | None = None,
     ) -> None:
         """Agree with the run on the model of an own loop, and load the anchor into it; after ``connect``.
 
-        Arguments as of ``join``. Raises as ``start``.
+        ``island``: ranks that rank 0, which calls this, leads; other arguments as of ``join``. Raises as ``start``.
         """
         self._warn_of_unused_settings(inner_optimizer)
-        self.start(TrainingSetup(model, inner_optimizer, own_loop=OwnLoop(clip_norm)))
+        self.start(TrainingSetup(model, inner_optimizer, own_loop=OwnLoop(clip_norm), island=island))
 
     def start(self, setup: TrainingSetup) -> None:
         """Agree with the run on model and data, and load the anchor into the model.
@@ -150,10 +199,15 @@ class Session:
                 f"with `shoal join` instead of a training loop of your own"
             )
         connection = self._connection
+        self._island = setup.island
+        if self._island is not None:
+            self._island.introduce(self._member.client.run_toml)
         self._replica_or_none = connection.replica(self._member, setup, connection.folder, self._emit)
         self._pacer = Pacer(streams_of(next(setup.model.parameters()).device))
         self._replica.register(setup.data)
         self._replica.sync_state()
+        if self._island is not None:
+            self._island.resume()
 
     @property
     def samples(self) -> LeasedSamples:
@@ -182,10 +236,31 @@ class Session:
         while self._next_range(batch_samples):
             while (bounds := samples.next_batch(batch_samples)) is not None:
                 self._timer.start()
-                yield take_batch(dataset, order.indices(*bounds))
+                indices = order.indices(*bounds)
+                if self._island is not None:
+                    indices = self._island.give_out(indices)
+                yield take_batch(dataset, indices)
+                if self._island is not None:
+                    self._island.take_over()
                 self._check_steps_come()
                 if self._stopping or self.view.phase == "ended":
                     break
+        if self._island is not None:
+            self._island.resume(loop_ends=True)
+
+    @property
+    def loss_weight(self) -> float:
+        """Factor on the mean loss of the batch in hand before ``backward()``: 1.0, but for a rank of an island.
+
+        There a batch is this rank's share of one, and shares may differ by a sample, or have none that counts; with the
+        factor the mean of all ranks' gradients is that of the whole batch. ``step`` is given the loss without it.
+        """
+        return 1.0 if self._island is None else self._island.share.weight
+
+    @property
+    def share(self) -> BatchShare | None:
+        """Share of this rank of an island in the batch in hand; None for others."""
+        return None if self._island is None else self._island.share
 
     def loader(
         self,
@@ -204,6 +279,7 @@ class Session:
         ``pin_memory``: as of torch. Batches whose lease is lost before the loop gets them are left out. Raises as
         ``batches``, and ``UserError`` for arguments that do not fit.
         """
+        self._refuse_in_island("session.loader")
         batch = batch_size if batch_size is not None else self.run_file.inner.batch_samples
         loader = LeasedLoader(
             dataset,
@@ -267,9 +343,14 @@ class Session:
         It counts the oldest batch that was not counted yet. ``loss``: (), mean over that batch, on any device. Raises
         ``UserError`` without a batch, ``Diverged`` and the error that ended the connection.
         """
+        if self._island is not None:
+            self._island.take_over()
+            loss = self._island.mean_loss(loss)
         samples = self._replica.samples.finish_batch(loss)
         self._replica.step(samples, self._lr_factor())
         self._note_samples(samples)
+        if self._island is not None:
+            self._island.resume()
 
     def stepped(self, samples: int, loss: Tensor | float) -> None:
         """Count samples after a step that the loop has taken itself, and close the round when it is due.
@@ -278,6 +359,7 @@ class Session:
         of samples in the step, the oldest that were not counted yet; call it also for a step that was skipped.
         ``loss``: (), their mean. Raises as ``step``, and ``UserError`` for ``virtual_batch``.
         """
+        self._refuse_in_island("session.stepped")
         if self.run_file.algorithm == "virtual_batch":
             raise UserError(
                 "session.stepped(samples, loss) is for loops with an optimizer of their own, and the run's algorithm "
@@ -309,6 +391,13 @@ class Session:
         """Wait for the end of a round that ``offer_if_due`` has offered work to, and go on from its anchor."""
         if self._replica.exchanging and not self.run_file.averaging.overlap:
             self._run_round(self._replica.conclude_round)
+
+    def _refuse_in_island(self, call: str) -> None:
+        if self._island is not None:
+            raise UserError(
+                f"{call} is not for the ranks of an island, which take batches and steps together: take batches from "
+                "session.batches(dataset), and call session.step(loss) after each"
+            )
 
     @property
     def lr_factor(self) -> float:
@@ -395,10 +484,14 @@ class Session:
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
+        can_save = self._island is None or self._island.may_end(error)
         try:
             if self._replica_or_none is not None and self._network.failure is None:
-                self._replica.save_checkpoint()
+                if can_save:
+                    self._replica.save_checkpoint()
                 self._emit_left(self._replica)
+            if self._island is not None and can_save:
+                self._island.end()
         finally:
             self._connection.close(error)
 
@@ -408,6 +501,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None and self._island is not None:
+            self._island.take_over()
         if kind is None and self._replica_or_none is not None and self._replica.exchanging:
             self._run_round(self._replica.conclude_round)  # the other members wait for this peer's contribution
         self._close(error)

@@ -40,6 +40,7 @@
     │   └── WireError           30    malformed bytes; the connection is closed
     │       └── AboveBound      30    a mean is larger than the round's plan allows
     ├── HostCrashed             52    signals have ended the host's process too often
+    ├── IslandBroken            60    a rank of this island has ended, and the membership with it
     ├── CoordinatorForked       53    the coordinator has signed two verdicts of one round
     └── StorageError            40    a file cannot be written or read: disk full, read-only, or damage
         ├── FolderInUse         40    another process is using the folder
@@ -288,6 +289,12 @@ class HostCrashed(ShoalError):
     """Signals have ended the host's process so often that its supervisor does not restart it."""
 
     exit_code = 52
+
+
+class IslandBroken(ShoalError):
+    """A rank of this island has ended, and the island's membership with it."""
+
+    exit_code = 60
 
 
 class CoordinatorForked(ShoalError):

@@ -52,30 +52,33 @@ class MemoryDemand:
 
 
 class MemoryAccount:
-    """Items of a member's memory."""
+    """Items of a member's memory. ``ranks``: processes of an island, over whose devices the model is spread."""
 
-    def __init__(self, items: Iterable[MemoryItem]) -> None:
+    def __init__(self, items: Iterable[MemoryItem], ranks: int = 1) -> None:
         self.items = tuple(items)
+        self._ranks = ranks
 
     def values(self, moment: Moment, *places: Place) -> float:
         """Return the float32 values of each parameter that are in these places at a moment."""
         return sum(one.values for one in self.items if moment in one.moments and one.place in places)
 
     def demand(self) -> MemoryDemand:
-        """Return the most that there is at any moment."""
+        """Return the most that there is at any moment; ``device``: on each of an island's."""
 
         def most(*places: Place) -> float:
             return max(self.values(moment, *places) for moment in ALWAYS)
 
-        return MemoryDemand(most("device"), most("host"), most("device", "host"))
+        return MemoryDemand(most("device") / self._ranks, most("host"), most("device", "host"))
 
 
-def account_of(run: RunFile, *, value_bytes: float = 4.0, peers: int = FEWEST_PEERS) -> MemoryAccount:
+def account_of(run: RunFile, *, value_bytes: float = 4.0, peers: int = FEWEST_PEERS, ranks: int = 1) -> MemoryAccount:
     """Return the account of a member that trains the whole model or, in a pipeline, stages.
 
     ``value_bytes``: size of a parameter in the model, on average; where it is less than 4, the inner optimizer has
-    float32 masters; ``peers``: members of a round, by whose number some codecs pack means."""
-    return MemoryAccount([*_training(run, value_bytes), *_state(run), *_round(run, peers)])
+    float32 masters; ``peers``: members of a round, by whose number some codecs pack means; ``ranks``: processes of an
+    island."""
+    between_ranks = _between_ranks(run) if ranks > 1 else ()
+    return MemoryAccount([*_training(run, value_bytes), *_state(run), *_round(run, peers), *between_ranks], ranks)
 
 
 def _training(run: RunFile, value_bytes: float) -> Iterable[MemoryItem]:
@@ -109,6 +112,12 @@ def _round(run: RunFile, peers: int) -> Iterable[MemoryItem]:
     yield MemoryItem("encoded contribution", "host", contribution, ("exchange",))
     yield MemoryItem("loss of encoding the means of our part", "host", 1.0 / peers, ("exchange",))
     yield MemoryItem("results of this round", "host", result, ("exchange",))
+
+
+def _between_ranks(run: RunFile) -> Iterable[MemoryItem]:
+    yield MemoryItem("parameters shared among the ranks", "host", 1.0)
+    if run.algorithm != "virtual_batch" and not run.averaging.overlap:
+        yield MemoryItem("whole inner optimizer for checkpoints", "host", run.inner.state_values, ("exchange",))
 
 
 def _packed(run: RunFile, peers: int) -> tuple[float, float]:

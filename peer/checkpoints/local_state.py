@@ -14,12 +14,11 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shoal.peer.checkpoints.manifest import OWN_FILE, RESIDUAL_FILE
 from shoal.peer.checkpoints.source import CheckpointSource, FileContent, refusal
@@ -41,6 +40,21 @@ _CONTENT = "content"
 _MAX_CONTENT_BYTES = 2**28
 _RESIDUAL = "residual"
 _WEIGHT = "weight_tokens"
+
+
+class OptimizerState(Protocol):
+    """The part of ``torch.optim.Optimizer`` that checkpoints use."""
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]: ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
 
 MakeRoom = Callable[[TensorEntry], Tensor | None]
 """Memory for a tensor of a file, of its type and shape; None for memory of its own."""
@@ -177,7 +191,7 @@ def residual_pieces(carried: CarriedResidual) -> Iterator[bytes | memoryview]:
 # What is in it ------------------------------------------------------------------------------------------------
 
 
-def local_state_tree(optimizer: Optimizer | None, model: nn.Module) -> dict[str, Any]:
+def local_state_tree(optimizer: OptimizerState | None, model: nn.Module) -> dict[str, Any]:
     """The tree of a peer's own state without the residual, its tensors by reference."""
     return {
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
@@ -195,7 +209,7 @@ class SavedLocalState:
 
     source: CheckpointSource
 
-    def restore(self, optimizer: Optimizer | None, model: nn.Module) -> dict[str, Any]:
+    def restore(self, optimizer: OptimizerState | None, model: nn.Module) -> dict[str, Any]:
         """Restore optimizer, buffers and random state; return all else, such as counters.
 
         What does not fit is left as it is, with a warning. Raises ``StateFileError`` for a file that is no peer's own
@@ -281,7 +295,7 @@ def _fits(entry: TensorEntry, memory: Tensor) -> bool:
     return (entry.dtype, entry.shape) == (memory.dtype, tuple(memory.shape))
 
 
-def _restore_optimizer(optimizer: Optimizer | None, branch: Any, tensors: _SavedTensors) -> None:
+def _restore_optimizer(optimizer: OptimizerState | None, branch: Any, tensors: _SavedTensors) -> None:
     """Restore an optimizer, each tensor into the one that it has, or into a new one on the parameter's device."""
     match branch:
         case {"dict": list(pairs), **rest} if not rest:
@@ -311,7 +325,7 @@ def _restore_optimizer(optimizer: Optimizer | None, branch: Any, tensors: _Saved
     try:
         state = from_plain(parts["state"], tensors)
     except StateFileError:
-        optimizer.state.clear()  # some of it may have been overwritten
+        optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
         raise
     finally:
         tensors.room = lambda entry: None

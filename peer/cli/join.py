@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch
 from shoal.peer.cli.consent import RunTerms
 from shoal.peer.guest.gate import Pause
 from shoal.peer.guest.keeper import GuestKeeper, KeeperThread
+from shoal.peer.island.devices import check_island_can_train, choose_devices
 from shoal.peer.member.connection import RunConnection
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import STOPPED_AT_ONCE, SessionOptions
@@ -33,7 +36,7 @@ from shoal.peer.terminal.snapshot import Watched
 from shoal.peer.training.device import MemoryLimits, allow_tf32, choose_device
 from shoal.peer.validation.validator import Validator
 from shoal.swarm.client.observer import look_up_run
-from shoal.swarm.errors import RecipeError
+from shoal.swarm.errors import DeviceError, IslandBroken, RecipeError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile
@@ -43,12 +46,18 @@ log = logging.getLogger(__name__)
 
 _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
+_LEAVING_S = 10.0
+"""Longest time that leaving the run may take when a rank of an island has ended."""
+
 
 @dataclass(frozen=True)
 class Work:
-    """Limits of training. ``threads`` None: torch decides."""
+    """Limits of training. ``devices``: of an island, as of ``--devices``, empty for a single ``device``;
+    ``tensor_parallel``: ranks of it that train on the same samples; ``threads`` None: torch decides."""
 
     device: str = "auto"
+    devices: str = ""
+    tensor_parallel: int = 1
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     threads: int | None = None
 
@@ -80,16 +89,19 @@ def run_member(
     terms; ``watch`` is called before training, with the connection and the session or pipeline peer. Raises the errors
     of joining and training.
     """
-    device = choose_device(work.device)
+    devices = _devices_of(work)
+    device, ranks = devices[0], len(devices)
     work.memory.check(device)
     if work.threads is not None:
         torch.set_num_threads(work.threads)
     run = run_loop(look_up_run(Invite.parse(invite))).run_file
     recipe = _prepare(run, options, agree)
+    if ranks > 1:
+        check_island_can_train(run, options.role)
     allow_tf32(device, run.inner.precision)
     if run.pipeline is None:
-        check_model_fits(run, recipe, device, work.memory)
-    connection = RunConnection(invite, options, str(device))
+        check_model_fits(run, recipe, device, work.memory, ranks)
+    connection = RunConnection(invite, options, str(device), ranks)
     try:
         peer = (
             PipelinePeer(connection, recipe, device, work.memory) if run.pipeline is not None else Session(connection)
@@ -104,7 +116,7 @@ def run_member(
         connection.say_farewell("paused", pause.words)
         peer.request_stop()
 
-    with peer, KeeperThread(keeper, give_up) as kept:
+    with ExitStack() as behind_session, peer, KeeperThread(keeper, give_up) as kept:
         earlier = _handle_signals(peer.request_stop, stops)
         try:
             watch(connection, peer)
@@ -112,6 +124,8 @@ def run_member(
                 peer.train()
             elif options.role == "validator":
                 Validator(connection, peer, recipe, device).run()
+            elif ranks > 1:
+                _train_island(connection, peer, recipe, devices, work, behind_session)
             else:
                 _train(peer, recipe, device, work.memory)
         except Interrupted:
@@ -148,6 +162,46 @@ def _train(session: Session, recipe: Recipe, device: torch.device, limits: Memor
     session.start(local.setup)
     for batch in session.batches(local.data):
         session.step(local.inner.backward(batch))
+
+
+def _devices_of(work: Work) -> tuple[torch.device, ...]:
+    """Return the device of each rank. Raises ``DeviceError``."""
+    if work.devices and work.device != "auto":
+        raise DeviceError("--device is for one device and --devices for several: give one of them")
+    devices = choose_devices(work.devices) if work.devices else (choose_device(work.device),)
+    if len(devices) % work.tensor_parallel:
+        raise DeviceError(
+            f"--tensor-parallel {work.tensor_parallel}: --devices gives {len(devices)} ranks, no multiple of it"
+        )
+    return devices
+
+
+def _train_island(
+    connection: RunConnection,
+    session: Session,
+    recipe: Recipe,
+    devices: tuple[torch.device, ...],
+    work: Work,
+    behind_session: ExitStack,
+) -> None:
+    """Train as rank 0 of an island. ``behind_session``: ends once the session has."""
+    from shoal.peer.island.training import RankTask, lead_island, started_ranks
+
+    def leave_at_once(words: str) -> None:
+        """End the membership and this process: its training thread may wait for ever for a rank that has ended."""
+        log.error("%s: this member leaves the run. What it has contributed is kept; give the same command again", words)
+        connection.say_farewell("failed", words)
+        leaving = threading.Thread(target=connection.network.stop, daemon=True)
+        leaving.start()
+        leaving.join(_LEAVING_S)
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), _SHOW_CURSOR)
+        os._exit(IslandBroken.exit_code)
+
+    toml, folders = connection.members.run.client.run_toml, [str(folder) for folder in connection.options.data]
+    task = RankTask(toml, folders, [str(device) for device in devices], work.tensor_parallel, work.threads)
+    folder = behind_session.enter_context(started_ranks(task, leave_at_once))
+    lead_island(session, recipe, task, folder, work.memory)
 
 
 def _handle_signals(request_stop: Callable[[], None], stops: list[int]) -> dict[int, Any]:

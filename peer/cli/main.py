@@ -321,6 +321,16 @@ def join_command(
     invite: JoinArgument,
     directory: DirectoryOption = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    devices: Annotated[
+        str,
+        typer.Option(
+            metavar="all|0,1,…|cpu:N", help="Train on several GPUs, or in N processes on the CPU, as one member."
+        ),
+    ] = "",
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="With --devices: cut layers among N of them, which share their samples."),
+    ] = 1,
     max_memory: Annotated[str, typer.Option(help="Memory of this machine that the run may use, such as 8G.")] = "",
     max_device_memory: Annotated[str, typer.Option(help="The same of the GPU's own memory.")] = "",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for training; 0 uses all.")] = 0,
@@ -437,7 +447,8 @@ def join_command(
             about = TrackedRun.of(connection.run_file, connection.peer)
             trackers.extend(ending.enter_context(Tracker(choice, about)) for choice in choices)
 
-        work = Work(device, MemoryLimits(host_bytes, device_bytes), threads or None)
+        limits = MemoryLimits(host_bytes, device_bytes)
+        work = Work(device, devices, tensor_parallel, limits, threads or None)
         options = SessionOptions(
             identity=identity,
             state=state,

@@ -10,12 +10,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from types import FrameType
 
+from shoal.peer.lifeline import end_with_parent
 from shoal.swarm.errors import HostCrashed
 
 _MOST_RESTARTS, _WITHIN_S = 10, 600.0
@@ -142,17 +142,11 @@ def _run_supervised() -> None:
 
     ``LIFELINE`` is a pipe's descriptor whose other end the supervisor holds open. Without it, a killed supervisor would
     leave a host behind that still holds the port and the journal."""
-    lifeline = int(sys.argv.pop(1))
-    threading.Thread(target=_end_with_supervisor, args=(lifeline,), daemon=True).start()
+    end_with_parent(int(sys.argv.pop(1)))
     # Imported late: the lifeline must be watched while these imports take their time.
     from shoal.peer.cli.main import main as run_command
 
     run_command()
-
-
-def _end_with_supervisor(lifeline: int) -> None:
-    os.read(lifeline, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

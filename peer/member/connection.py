@@ -40,8 +40,8 @@ class RunConnection:
     ``members``: memberships in the run and, in a pipeline, in the stages held.
     """
 
-    def __init__(self, invite: str, options: SessionOptions, device: str) -> None:
-        """``device``: name of the torch device, for other members to read.
+    def __init__(self, invite: str, options: SessionOptions, device: str, devices: int = 1) -> None:
+        """``device``: name of the torch device, for other members to read; ``devices``: how many such an island has.
 
         Raises ``UserError`` for options that do not fit the run, ``StateFileError`` if the run's start cannot be read,
         and the errors of ``CoordinatorClient.join``.
@@ -49,6 +49,7 @@ class RunConnection:
         self.invite = Invite.read(invite)
         self.options = options
         self.device = device
+        self._devices = devices
         self._identity = Identity.load_or_create(options.identity)
         self._advertised = _address_of(*options.advertise)
         self.peer = self._identity.peer_id
@@ -209,7 +210,7 @@ class RunConnection:
         return MemberInfo(
             name=(self.options.name or socket.gethostname())[:64],
             role=self.options.role,
-            device=describe_device(self.device),
+            device=describe_device(self.device, self._devices),
             host=self._advertised,
             ports=(port, port + 1) if port else None,
         )

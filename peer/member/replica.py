@@ -11,7 +11,7 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shoal.compression.formats import CodecError
 from shoal.peer.checkpoints.checkpoint import Checkpoint
 from shoal.peer.checkpoints.checkpointer import Checkpointer, CheckpointSubject
-from shoal.peer.checkpoints.local_state import local_state_tree
+from shoal.peer.checkpoints.local_state import OptimizerState, local_state_tree
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp, roll_forward
@@ -48,6 +48,9 @@ from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import MAX_KEPT, KeptState
 
+if TYPE_CHECKING:  # torch.distributed is slow to import
+    from shoal.peer.island.ranks import IslandLead
+
 log = logging.getLogger(__name__)
 
 
@@ -56,7 +59,7 @@ class LocalState:
     the averager's residual. Used on the training thread."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, samples: LeasedSamples, member: LocalMember
+        self, model: nn.Module, optimizer: OptimizerState | None, samples: LeasedSamples, member: LocalMember
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -104,7 +107,7 @@ class TrainingSetup:
     whether this peer's contribution is in it; ``on_committed``: called with the verdict of every committed round once
     the local work goes on from its anchor; ``stage``: the pipeline's stage that the model is; ``build``: builds the
     model as it is at the run's start; ``divergence``: shared by all stages of a peer; ``masters``: of the model's
-    low-precision parameters, which ``inner_optimizer`` is over.
+    low-precision parameters, which ``inner_optimizer`` is over; ``island``: the ranks over which the model is spread.
     """
 
     model: nn.Module
@@ -119,6 +122,7 @@ class TrainingSetup:
     build: Callable[[], nn.Module] | None = None
     divergence: Divergence = field(default_factory=Divergence)
     masters: MasterWeights | None = None
+    island: IslandLead | None = None
 
 
 @dataclass(eq=False)
@@ -156,13 +160,22 @@ class TrainingReplica:
 
         Raises ``ModelMismatch`` or ``UserError`` for a model or an optimizer that no run can have.
         """
-        self.vector = ParameterVector(setup.model, setup.masters)
+        self._island = setup.island
+        optimizer: OptimizerState | None = setup.inner_optimizer
+        if self._island is None:
+            self.vector = ParameterVector(setup.model, setup.masters)
+        else:
+            self.vector = vector = self._island.vector(setup.model, setup.masters)
+            if setup.inner_optimizer is not None:
+                optimizer = self._island.optimizer(setup.inner_optimizer, vector)
         self._frozen = frozen_parameters(setup.model)
         self.tokens_per_sample = (setup.data.tokens_per_sample if setup.data else run.data.tokens_per_sample) or 1
         self.samples = LeasedSamples(self.tokens_per_sample)
         make_work, inner = setup.make_work, setup.inner_optimizer
         own_loop = setup.own_loop if setup.recipe_config is None else None
         self.work = make_work(self.vector) if make_work else local_work(run, self.vector, inner, own_loop)
+        if self._island is not None:
+            self.work = self._island.work(self.work)
         self._on_mean, self._on_committed = setup.on_mean, setup.on_committed
         self._build = setup.build
         self._divergence, self._stage = setup.divergence, setup.stage
@@ -182,7 +195,7 @@ class TrainingReplica:
         self._state: AnchorState
         self._verdict: Verdict | None = None
         """Verdict of the round that made the state, if known."""
-        self._own = LocalState(setup.model, setup.inner_optimizer, self.samples, self._member)
+        self._own = LocalState(setup.model, optimizer, self.samples, self._member)
         subject = self._subject(setup.stage)
         member.kept_states = self._kept_states
         self._checkpointer: Checkpointer | None = None
@@ -314,8 +327,9 @@ class TrainingReplica:
         if samples:
             self.work.step(samples, lr_factor)
         else:
-            for parameter in self.vector.parameters:
-                parameter.grad = None
+            if self._island is not None:
+                self._island.drop_gradients()
+            self.vector.drop_gradients()
 
     def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:
         """Count samples whose gradients are in ``work``, in a pipeline. ``loss``: their mean, () float32, if known."""

@@ -16,6 +16,7 @@ from shoal.peer.recipes import check_settings
 from shoal.peer.recipes.corpus import BYTE_VOCAB, SEPARATOR, Corpus, WindowDataset, load_corpus
 from shoal.peer.recipes.gpt_model import Gpt, GptSettings, empty_model, layered_gpt
 from shoal.peer.training.layers import Layered
+from shoal.peer.training.tensor_parallel import Cut, CutInputs, CutOutputs
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.run_file import DataSection
 
@@ -59,6 +60,15 @@ class GptRecipe:
 
     def layers(self, seed: int) -> Layered:
         return layered_gpt(self.settings, seed)
+
+    def tensor_parallel(self) -> dict[str, Cut]:
+        heads = CutOutputs(parts=3, of="heads", units=self.settings.heads)
+        return {
+            "blocks.*.qkv": heads,
+            "blocks.*.attention_out": CutInputs(),
+            "blocks.*.gate_up": CutOutputs(parts=2, of="hidden values"),
+            "blocks.*.mlp_out": CutInputs(),
+        }
 
     def training_data(self) -> WindowDataset:
         return WindowDataset(self._corpus.train, self.tokens_per_sample)

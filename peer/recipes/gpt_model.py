@@ -70,7 +70,7 @@ class _Block(nn.Module):
     def __init__(self, settings: GptSettings, rotary: Rotary) -> None:
         super().__init__()
         width, hidden = settings.width, settings.hidden_width
-        self.heads = settings.heads
+        self.head_width = width // settings.heads
         self.qk_norm = settings.qk_norm
         self.rotary = rotary
         self.attention_norm = nn.RMSNorm(width, eps=1e-6)
@@ -89,7 +89,7 @@ class _Block(nn.Module):
 
     def _attend(self, qkv: Tensor) -> Tensor:
         b, t, _ = qkv.shape
-        by_head = qkv.view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        by_head = qkv.view(b, t, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)  # maybe some of the heads
         qk, v = by_head[:2], by_head[2]
         if self.qk_norm:
             # Bounds the attention logits, which keeps high learning rates stable (Henry et al. 2020).

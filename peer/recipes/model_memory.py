@@ -173,14 +173,15 @@ def _limit_memory(limit_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def check_model_fits(run: RunFile, recipe: Recipe, device: torch.device, limits: MemoryLimits) -> None:
-    """Check that a member can train the whole model; takes no memory for it.
+def check_model_fits(run: RunFile, recipe: Recipe, device: torch.device, limits: MemoryLimits, ranks: int = 1) -> None:
+    """Check that a member can train the whole model; takes no memory for it. ``ranks``: of an island, each with such a
+    device, among which the model is divided.
 
     Without a limit the model has to fit into what is free now. Raises ``DeviceError``, and what the recipe raises."""
     limits.check(device)
     host = _Room.of(_CPU, limits.host_bytes)
     outline = outline_of(run, recipe, host.bytes)
-    demand = account_of(run, value_bytes=outline.value_bytes).demand()
+    demand = account_of(run, value_bytes=outline.value_bytes, ranks=ranks).demand()
     needed = demanded_memory(device, demand, outline.trained, outline.other_bytes)
     if needed.device is None:
         _check(outline, demand.shared, needed.host, host)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.compression.range_reader import RangeReader, TensorReader
@@ -75,7 +75,7 @@ class PseudoGradient:
         if masters is not None:
             masters.take_gradients()
         if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._vector.weights, self._clip_norm)
+            self._vector.clip_gradients(self._clip_norm)
         if self._base_lrs is not None:
             for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = lr * lr_factor
@@ -90,8 +90,7 @@ class PseudoGradient:
     def reset_optimizer(self) -> None:
         self._optimizer.state.clear()
         self._optimizer.zero_grad(set_to_none=True)
-        for parameter in self._vector.parameters:
-            parameter.grad = None
+        self._vector.drop_gradients()
 
     def restart_from(self, anchor: Tensor) -> None:
         self._vector.write(anchor)
@@ -172,14 +171,7 @@ class AccumulatedGradient:
     def contribution(self, anchor: Tensor) -> RangeReader:
         if self._samples == 0:
             return TensorReader(zeros(self._vector.elements))
-        nothing = torch.zeros(())
-        sums = TensorSequence(
-            [
-                nothing.expand(parameter.shape) if total is None else total
-                for parameter, total in zip(self._vector.parameters, self._sums, strict=True)
-            ]
-        )
-        return _Mean(sums.settled(), float(self._samples))
+        return _Mean(self._vector.alike(self._sums).settled(), float(self._samples))
 
     def reset_optimizer(self) -> None:
         """Do nothing: there is no inner optimizer."""

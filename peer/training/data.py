@@ -82,6 +82,24 @@ def take_batch(dataset: Dataset, indices: NDArray[np.int64]) -> Any:
     return default_collate([dataset[int(index)] for index in indices])
 
 
+@dataclass(frozen=True)
+class BatchShare:
+    """Share of a rank of an island in a batch.
+
+    ``samples``: those that count; ``mean``: samples of a rank on average; ``most``: of any rank.
+    A rank without samples computes the loss of one all the same, as all ranks take part in each pass through the model;
+    it counts nothing."""
+
+    samples: int
+    mean: float
+    most: int
+
+    @property
+    def weight(self) -> float:
+        """Factor on this rank's mean loss, with which the mean of all ranks' gradients is that of the batch."""
+        return self.samples / self.mean
+
+
 _MOST_LOSS = 1e30
 """Largest loss that is told, as messages allow no larger one."""
 

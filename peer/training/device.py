@@ -125,8 +125,8 @@ def demanded_memory(
     return MemoryBytes(int(4 * demand.host * parameters), int(4 * demand.device * parameters) + activation_bytes)
 
 
-def describe_device(name: str) -> DeviceInfo:
-    """Describe a device for other members."""
+def describe_device(name: str, devices: int = 1) -> DeviceInfo:
+    """Describe a device for other members. ``devices``: how many such an island has; on CPUs, processes."""
     device = torch.device(name)
     match device.type:
         case "cuda" | "xpu":
@@ -135,7 +135,9 @@ def describe_device(name: str) -> DeviceInfo:
             label = f"Apple {platform.machine()} GPU"
         case _:
             label = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return DeviceInfo(kind=device.type[:16], name=label[:100], memory_bytes=memory_bytes(device))
+    size_bytes = memory_bytes(device) * (devices if has_own_memory(device) else 1)
+    label = label if devices == 1 else f"{devices} x {label}"
+    return DeviceInfo(kind=device.type[:16], name=label[:100], memory_bytes=size_bytes)
 
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
+from shoal.peer.training.data import BatchShare
 from shoal.peer.training.device_streams import moved
 from shoal.peer.training.parameters import MasterWeights
 from shoal.swarm.errors import DeviceError
@@ -131,26 +132,30 @@ class InnerLoop:
         self._scale = scale
         self._device = next(model.parameters()).device
 
-    def backward(self, batch: Tensor) -> Tensor:
+    def backward(self, batch: Tensor, share: BatchShare | None = None) -> Tensor:
         """Add the gradient of a batch's mean loss to the model's gradients and return that loss, () float32.
 
-        ``batch``: (b, …) on any device. With a scale there are no gradients before; a batch whose gradients overflow is
-        computed again with a smaller one, so no sample is left out.
+        ``batch``: (b, …) on any device; ``share``: of a rank of an island, whose part of the batch that is. All ranks
+        make as many passes, as they take part in each other's; a pass without samples is of one that counts nothing.
+        With a scale there are no gradients before; a batch whose gradients overflow is computed again with a smaller
+        one, so no sample is left out.
         """
-        batch = moved(batch, self._device)
-        loss = self._add_gradients(batch)
+        batch, share = moved(batch, self._device), share or BatchShare(len(batch), len(batch), len(batch))
+        loss = self._add_gradients(batch, share)
         while self._scale is not None and not self._scale.unscale():
             for parameter in self._model.parameters():
                 parameter.grad = None
-            loss = self._add_gradients(batch)
+            loss = self._add_gradients(batch, share)
         return loss
 
-    def _add_gradients(self, batch: Tensor) -> Tensor:
+    def _add_gradients(self, batch: Tensor, share: BatchShare) -> Tensor:
         total = torch.zeros((), device=self._device)
-        for micro in torch.split(batch, self.micro_batch):
+        for start in range(0, share.most, self.micro_batch):
+            samples = max(0, min(self.micro_batch, share.samples - start))
             with self._autocast():
-                loss = self._loss(self._model, micro)
-            part = loss * (len(micro) / len(batch))
+                loss = self._loss(self._model, batch[start : start + samples] if samples else batch[:1])
+            part = loss * (samples / share.mean)
             (part if self._scale is None else self._scale.apply(part)).backward()  # type: ignore[no-untyped-call]
-            total += part.detach().float()
+            if samples:
+                total += loss.detach().float() * (samples / share.samples)
         return total

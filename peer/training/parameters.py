@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from blake3 import blake3
@@ -81,7 +81,11 @@ def frozen_parameters(model: nn.Module) -> FrozenParameters | None:
 
 
 def _plain_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Iterate over a tensor's elements on the CPU, by pieces: as float32, or as they are in integer types."""
+    """Iterate over a tensor's elements on the CPU, by pieces: as float32, or as they are in integer types.
+
+    Shards of a ``DTensor`` are gathered, in which all its ranks have to take part."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
     if tensor.is_floating_point():
         sequence = TensorSequence([tensor])
         for start in range(0, sequence.elements, _PIECE):
@@ -153,6 +157,19 @@ class ParameterVector(TensorSequence):
         super().rebase(before, values)
         if self.masters is not None:
             self.masters.update_parameters()
+
+    def alike(self, tensors: Sequence[Tensor | None]) -> TensorSequence:
+        """Return the sequence of tensors that are shaped and placed as the parameters are; None stands for zeros."""
+        nothing, pairs = torch.zeros(()), zip(tensors, self.parameters, strict=True)
+        return TensorSequence([nothing.expand(like.shape) if one is None else one for one, like in pairs])
+
+    def clip_gradients(self, most: float) -> None:
+        """Scale the gradients of the weights so that their norm is ``most`` at most."""
+        nn.utils.clip_grad_norm_(self.weights, most)
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def split_by_layout(vector: Tensor, layout: tuple[TensorSpec, ...]) -> dict[str, Tensor]:

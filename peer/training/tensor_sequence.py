@@ -10,6 +10,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from shoal.compression.range_reader import RangeReader
 from shoal.peer.training.device_streams import MOST_ELEMENTS, Mark, streams_of
 
 _PIECE = MOST_ELEMENTS
@@ -45,7 +46,7 @@ class TensorSequence:
             pairs = ((block, out[at - start : end - start].view(block.shape)) for block, at, end in blocks)
             streams_of(device).read(pairs, after.get(device))
 
-    def settled(self) -> SettledReader:
+    def settled(self) -> RangeReader:
         """Return a reader for other threads, of the values as the work that this thread has queued leaves them.
 
         On a GPU it copies beside work that is queued later, which must not change the tensors."""

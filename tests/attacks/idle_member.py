@@ -9,7 +9,7 @@ from shoal.peer.training.inner_loop import InnerLoop
 
 
 def do_nothing() -> None:
-    def backward(self: InnerLoop, batch: Any) -> Any:
+    def backward(self: InnerLoop, *arguments: Any) -> Any:
         return torch.tensor(1.0)
 
     InnerLoop.backward = backward  # type: ignore[method-assign]

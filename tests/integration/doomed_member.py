@@ -1,7 +1,8 @@
 """``shoal``, but it kills itself at a named step: ``doomed_member.py STEP TIMES ARMED join INVITE …``.
 
 It sends itself a SIGKILL, or the signal that is named in the file ``ARMED``, as it comes to the step for the
-``TIMES``-th time in a round that begins to come to it when that file is there.
+``TIMES``-th time in a round that begins to come to it when that file is there. If the file has ``rank N``, the SIGKILL
+is for that rank of its island.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 from slow_member import slow_down
 
 from shoal.peer.checkpoints.state_files import PlainStateFiles
@@ -21,6 +23,7 @@ from shoal.peer.checkpoints.writer import CheckpointWriter
 from shoal.peer.cli.main import main
 from shoal.peer.history import round_records
 from shoal.peer.member.replica import TrainingReplica
+from shoal.peer.session import Session
 from shoal.peer.state_transfer.donor import StateSource
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState
 from shoal.swarm.averaging.allreduce import AllReduce
@@ -46,7 +49,28 @@ class Doom:
         if self._left:
             self._left -= 1
             if not self._left:
-                os.kill(os.getpid(), signal.Signals[self._armed.read_text() or "SIGKILL"])
+                strike(self._armed.read_text() or "SIGKILL")
+
+
+def strike(order: str) -> None:
+    name, _, rank = order.partition(" ")
+    if name != "rank":
+        os.kill(os.getpid(), signal.Signals[name])
+        return
+    for child in psutil.Process().children():
+        if child.cmdline()[2:3] == ["shoal.peer.island.training"] and child.cmdline()[4] == rank:
+            child.kill()
+
+
+def training(doom: Doom) -> None:
+    """Kill itself when a batch's gradients are there and the step is about to be made."""
+    real = Session.step
+
+    def step(self: Any, loss: Any) -> None:
+        doom.comes_to(self._replica.round)
+        real(self, loss)
+
+    Session.step = step  # type: ignore[method-assign]
 
 
 def serving(doom: Doom) -> None:
@@ -276,7 +300,7 @@ def removing(doom: Doom) -> None:
     round_records.RoundRecords.remove = remove  # type: ignore[method-assign]
 
 
-_AVERAGING = (ready, serving, reducing, exchanged, reported, applying)
+_AVERAGING = (training, ready, serving, reducing, exchanged, reported, applying)
 _STATES = (sharing, fetching, saving, saved, named, retiring)
 _RECORDS = (recording, half_recorded, recorded, published, removing)
 STEPS = {step.__name__: step for step in (*_AVERAGING, *_STATES, *_RECORDS)}

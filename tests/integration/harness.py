@@ -365,13 +365,14 @@ class Swarm:
         extra: Sequence[str] = (),
         kind: type[Member] = Member,
         data: Path | None = None,
+        device: str = "cpu",
     ) -> Member:
         """Start a member, and return at once. ``launcher`` takes ``shoal``'s arguments after its own; ``extra``: more.
         ``data``: for this member only."""
         folder = self._folder(label)
         identity = identity or folder / "identity"
         options = ["--identity", str(identity), "--state", str(folder / "state"), "--name", label]
-        more = ["--bind", LOOPBACK, "--threads", "1", "--device", "cpu", "--log-json", str(folder / "events.jsonl")]
+        more = ["--bind", LOOPBACK, "--threads", "1", "--device", device, "--log-json", str(folder / "events.jsonl")]
         named = data or self.data
         if named is not None:
             more += ["--data", str(named), "--accept", Invite.parse(invite).run_hash.hex()]

@@ -17,12 +17,12 @@ from shoal.peer.training.inner_loop import InnerLoop
 def hold_at(gate: Path) -> None:
     real = InnerLoop.backward
 
-    def backward(self: InnerLoop, batch: Any) -> Any:
+    def backward(self: InnerLoop, *arguments: Any) -> Any:
         if gate.exists():
             print("waits at the gate", flush=True)
         while gate.exists():
             time.sleep(0.02)
-        return real(self, batch)
+        return real(self, *arguments)
 
     InnerLoop.backward = backward  # type: ignore[method-assign]
 

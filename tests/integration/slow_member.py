@@ -11,9 +11,9 @@ from shoal.peer.training.inner_loop import InnerLoop
 def slow_down(seconds: float) -> None:
     real = InnerLoop.backward
 
-    def backward(self: InnerLoop, batch: Any) -> Any:
+    def backward(self: InnerLoop, *arguments: Any) -> Any:
         time.sleep(seconds)
-        return real(self, batch)
+        return real(self, *arguments)
 
     InnerLoop.backward = backward  # type: ignore[method-assign]
 
