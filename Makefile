@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test test-all docs soak chaos check bench clean
+.PHONY: help install demo test test-all docs soak chaos check bench dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make check     lint, format check and types, of benchmarks and examples too'
 	@echo 'make docs      make the generated pages of docs/: run-file.md, events.md, the tree'
 	@echo 'make bench     run the benchmarks, results in benchmarks/results/        BENCHMARKS=… BENCH_ARGS=…'
+	@echo 'make dist      make sdist and wheel in dist/, and run the demo from them where nothing else is installed'
 	@echo 'make clean     remove caches and build outputs; .venv stays'
 	@echo
 	@echo 'PYTHON=…       the Python that makes .venv, 3.11 or newer (now: $(PYTHON))'
@@ -73,6 +74,15 @@ bench: $(INSTALLED)
 	    echo "== $$name"; \
 	    $(BIN)/python benchmarks/$$name.py --json benchmarks/results/$$name.json $(BENCH_ARGS) || exit 1; \
 	done
+
+# The wheel is made of the sdist, so that both are tried: in an environment with what the wheel asks for and no more.
+dist: $(INSTALLED)
+	rm -rf dist build/bare
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+	$(PIP) wheel --no-deps --no-build-isolation -w dist dist/shoal-*.tar.gz
+	$(PYTHON) -m venv build/bare
+	build/bare/bin/python -m pip --quiet --disable-pip-version-check --no-input install -c constraints.txt dist/shoal-*.whl
+	cd build/bare && SHOAL_HOME=$(CURDIR)/build/bare/home bin/shoal demo --minutes 0.2 --peers 2
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
