@@ -577,7 +577,10 @@ def run_case(case: Case, marks: Sequence[int]) -> Watch:
     try:
         return run_virtual(simulate(case, marks), horizon_s=1e6)
     except (Stuck, ExceptionGroup) as error:
-        return Watch(trouble=f"{type(error).__name__}: {error}")
+        first: Exception = error
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        return Watch(trouble=f"{type(first).__name__}: {first}")
 
 
 def calm_collector() -> None:

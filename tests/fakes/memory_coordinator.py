@@ -322,7 +322,7 @@ class _Control:
         self._channel = channel
         self._dialed = {channel.port: channel}
 
-    def dial(self, host: str, port: int, key: bytes) -> MemoryChannel:
+    def dial(self, host: str, port: int, key: bytes, *, from_port: int = 0) -> MemoryChannel:
         return self._dialed.setdefault(port, self._channel.at(port))
 
     def handle(self, kind: type[Message], handler: Any, scope: int = 0) -> None:

@@ -142,7 +142,7 @@ class _Plane(ControlPlane):
             watch(line.other.plane.process if line.other else "", self.process, envelope)
         self._tasks.create_task(self._dispatch(line, memoryview(data)))
 
-    def dial(self, host: str, port: int, key: bytes, via: Address | None = None) -> Channel:
+    def dial(self, host: str, port: int, key: bytes, via: Address | None = None, from_port: int = 0) -> Channel:
         known = self._dialed.get((f"{host}:{port}", key))
         if known is not None:
             return known
