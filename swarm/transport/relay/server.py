@@ -39,7 +39,7 @@ from shoal.swarm.transport.limits.caller_limits import StrangerPlaces
 from shoal.swarm.transport.relay.books import MAX_CLIENTS, MAX_REGISTRATIONS_PER_HOST, RelayBooks
 from shoal.swarm.transport.relay.framing import receive, send, send_error
 from shoal.swarm.transport.tcp.sockets import shortest_round_trip_s, tune_relayed
-from shoal.swarm.transport.tcp.splice import Splice
+from shoal.swarm.transport.tcp.splice import DATA_REST_S, Splice
 
 log = logging.getLogger(__name__)
 
@@ -383,6 +383,7 @@ class RelayServer:
             lambda direction, size: self.books.pass_on(
                 senders[direction], size, time.monotonic(), is_guest=is_guest and direction == 0
             ),
+            *((DATA_REST_S,) if ask.plane == "data" else ()),
         )
         self._splices.add(splice)
         try:
