@@ -281,7 +281,7 @@ def main() -> None:
     sites = [site for site in SITES if site != MAPPED or not missing()]
     parts: Mapping[str, Callable[[Path], tuple[Rows, Ratios]]] = {
         "matrix": lambda folder: matrix(folder, sites),
-        "rate": lambda folder: relayed_rate(folder, options.rate_mbit, 32),
+        "rate": lambda folder: relayed_rate(folder, options.rate_mbit, 16),
         "cost": lambda folder: relay_cost(folder, 2048, options.rate_mbit),
         "links": lambda folder: many_links(folder, options.links, 1),
         "joins": lambda folder: joins(folder, options.joins),
