@@ -7,7 +7,6 @@ is the price of leases, counting and heartbeats between rounds. Joining and the 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -87,7 +86,7 @@ def with_trainer(invite: str | None, options: SessionOptions, steps: int) -> Clo
 
     clock = Clock()
 
-    class Ticks(TrainerCallback):
+    class Ticks(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.note()
 
@@ -107,11 +106,11 @@ def with_lightning(invite: str | None, options: SessionOptions, steps: int) -> C
 
     clock = Clock()
 
-    class Ticks(Callback):
+    class Ticks(Callback):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
             clock.note()
 
-    class Module(LightningModule):
+    class Module(LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net: nn.Module = make_model()
@@ -188,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

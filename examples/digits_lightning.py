@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
-from own_loop import load, make_model
+from own_loop import load, make_model  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -23,7 +23,7 @@ from shoal.peer.options import SHOAL_HOME, SessionOptions
 from shoal.peer.session import Session
 
 
-class Digits(LightningModule):
+class Digits(LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.net = make_model()
