@@ -178,7 +178,7 @@ def test_who_may_have_spoilt_it_is_left_out_for_a_while_and_longer_each_time() -
         assert late.peer not in [one.peer for one in world.verdicts[-1].verdict.plan.members]  # type: ignore[union-attr]
         for worker in world.workers[:2]:
             worker.norm = 1.0
-        committed(world, 2, 3)
+        committed(world, 1, 3)  # a third one above its bound would suspend it, too
         assert late.peer in [one.peer for one in world.verdicts[-1].verdict.plan.members]  # type: ignore[union-attr]
 
 
