@@ -34,12 +34,9 @@ def taken(host: Host) -> list[SpanTaken]:
 
 
 def losses(host: Host) -> list[float]:
-    verdicts = [one.event.verdict for one in host.journal_events() if _is_last_stages(one)]  # type: ignore[union-attr]
+    events = [one.event for one in host.journal_events() if isinstance(one, InScope) and one.scope == 2]
+    verdicts = [one.verdict for one in events if isinstance(one, VerdictGiven)]
     return [one.loss for one in verdicts if one.committed and one.loss is not None]
-
-
-def _is_last_stages(event: object) -> bool:
-    return isinstance(event, InScope) and event.scope == 2 and isinstance(event.event, VerdictGiven)
 
 
 @pytest.mark.parametrize("lie", ["huge", "wrong"])
