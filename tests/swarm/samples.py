@@ -17,7 +17,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowCapability,
     PeerToCoordinatorTryAddress,
 )
-from shoal.swarm.protocol.rounds import RoundPlan, Verdict
+from shoal.swarm.protocol.rounds import PlanMember, RoundPlan, Verdict
 from shoal.swarm.protocol.types import Message, PipelineView, RosterEntry
 
 
@@ -77,6 +77,12 @@ def records(cls: type[BaseModel]) -> st.SearchStrategy[Any]:
     }
     made = st.fixed_dictionaries(fields)
     return (made.map(_FITTING[cls]) if cls in _FITTING else made).map(lambda kwargs: cls(**kwargs))
+
+
+def _counted(member: dict[str, Any]) -> dict[str, Any]:
+    """A member of a plan whose work counts at least one token."""
+    tokens = max(1, member["weight_tokens"])
+    return member | {"weight_tokens": tokens, "uncounted": member["uncounted"] % tokens}
 
 
 def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +156,7 @@ def _with_hosts(record: dict[str, Any]) -> dict[str, Any]:
 
 
 _FITTING = {
+    PlanMember: _counted,
     RoundPlan: _fitting,
     Verdict: _made,
     PipelineView: _staged,
