@@ -119,10 +119,10 @@ def test_nobody_spins_while_all_addresses_are_dead() -> None:
         dials = 0
         dial = client.node.control.dial
 
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
             nonlocal dials
             dials += 1
-            return dial(*arguments)
+            return dial(*arguments, **options)
 
         client.node.control.dial = counted  # type: ignore[method-assign]
         asked = asyncio.create_task(client.rejoin())
