@@ -230,6 +230,8 @@ class Session:
         ``stepped`` says so, in the order of the batches. Raises ``CorpusError`` if the data is not the run's,
         ``UserError`` if the steps do not come, ``Diverged``, and the error that ended the connection.
         """
+        if self._island is not None:
+            self._island.take_over()
         samples, order = self.samples, self._order_of(dataset)
         samples.put_back()
         batch_samples = self.run_file.inner.batch_samples
