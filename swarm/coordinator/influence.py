@@ -159,9 +159,13 @@ def usual_norm(planned: Sequence[PlanMember], rho: float, level: float) -> float
 
 
 def is_unusual(member: PlanMember, usual: float, power: float) -> bool:
-    """Whether a member's claimed norm is above its bound, even if the run does not enforce that, or next to nothing."""
-    norm, bound = total_norm(member.norms), norm_bound(member, usual, power)
-    return norm > bound or (bool(member.norms) and norm * SLACK < _EMPTY * bound < math.inf)
+    """Whether a member's claimed norm is above its bound, even if the run does not enforce that, or next to nothing.
+
+    The latter is for its weight alone: who did more in an earlier round may be longer now, and need not be."""
+    norm, weight = total_norm(member.norms), float(member.weight_tokens)
+    return norm > norm_bound(member, usual, power) or (
+        bool(member.norms) and norm < _EMPTY * usual * math.pow(weight, power)
+    )
 
 
 def nears_bound(member: PlanMember, rho: float, power: float) -> bool:

@@ -465,7 +465,8 @@ class RoundScope:
         unproven |= {one.peer for one in plan.members if members[one.peer].work.is_doubted}
         earning = {one.peer: one.weight_tokens for one in plan.members if one.peer not in unproven}
         earn_credit(members, earning, max(verdict.tokens, usual_tokens(self.history.rounds)))
-        for peer in unusual.difference(lost) if self.membership.with_credit() else ():
+        strikes = self.membership.with_credit() and self.run.averaging.robust != "none"
+        for peer in unusual.difference(lost) if strikes else ():
             if members[peer].is_always_unusual:
                 members[peer].suspend(verdict.round)
                 self.leases.give_back(peer)

@@ -322,6 +322,20 @@ def test_the_bound_of_a_round_is_narrower_and_gradients_have_none() -> None:
     assert factors_of(planned, 100**0.25, 100**0.25, -0.25) == [1.0] * 4
 
 
+def test_a_short_round_after_a_long_one_is_no_empty_work() -> None:
+    assert not is_unusual(member(20, 20**0.6, last=1000), 1.0, 0.6)
+    assert is_unusual(member(20, 20**0.6 / 60, last=1000), 1.0, 0.6)
+
+
+def test_nobody_is_suspended_for_norms_that_the_run_does_not_limit() -> None:
+    run = run_file()
+    run = run.model_copy(update={"averaging": run.averaging.model_copy(update={"robust": "none"})})
+    world = playing(run, (1.0, 1.0, 1.0, 1e6))
+    plays(world, CREDIT_ROUNDS + 2, 4)
+    assert world.scope.membership.members[world.workers[3].peer].unusual_rounds > CREDIT_ROUNDS
+    assert not world.scope.is_suspended(world.workers[3].peer)
+
+
 @pytest.mark.parametrize("norm", [1e6, 1e-6])
 def test_who_claims_what_is_no_use_in_every_round_is_suspended_once_others_have_credit(norm: float) -> None:
     world = playing(run_file(), (1.0, 1.0, 1.0, norm))
