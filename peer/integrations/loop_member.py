@@ -120,6 +120,7 @@ class MemberBatches:
         if self._iterator is None:
             self._iterator = self._batches()
         while left > 0 and not self._member().is_over:
+            self._member().end_evaluation()  # of one whose end no callback has told, as predictions and broken ones
             try:
                 batch = next(self._iterator)
             except StopIteration:

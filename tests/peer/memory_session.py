@@ -48,3 +48,21 @@ class Loop:
         start = 16 * (len(self.asked) - 1)
         if len(self.asked) <= self.leases:
             self.samples.add_lease(start, start + 16)
+
+
+class Exchanges:
+    """Rounds that a loop offers its work to in an evaluation. ``did``: what happened, in order."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.did: list[str] = []
+        session: Any = loop.session
+        self._replica: Any = session._replica
+        session.offer_if_due, self._replica.conclude_round = self._offer, self._conclude
+
+    def _offer(self) -> None:
+        self.did.append("offer")
+        self._replica.exchanging = True
+
+    def _conclude(self) -> None:
+        self.did.append("conclude")
+        self._replica.exchanging = False

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from tests.peer.memory_session import Loop
+from tests.peer.memory_session import Exchanges, Loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
@@ -73,9 +73,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
 
 def test_lightning_trains_on_leased_samples_until_the_run_ends(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     loop.view.tokens_in_round = 10
-    did: list[str] = []
-    session: Any = loop.session
-    session.offer_if_due, session.conclude = lambda: did.append("offer"), lambda: did.append("conclude")
+    exchanges = Exchanges(loop)
     run, module = RunCallback("invite"), Line()
     trainer = make_trainer(run, accumulate_grad_batches=2, gradient_clip_val=1.0, val_check_interval=6)
     trainer.fit(module, run.leased(DataLoader(DATA, 4, shuffle=True)), DataLoader(DATA, 24))
@@ -86,7 +84,7 @@ def test_lightning_trains_on_leased_samples_until_the_run_ends(loop: Loop, caplo
         "the run's warm-up, not the module's schedule"
     )
     assert "the schedulers of configure_optimizers have no effect" in caplog.text
-    assert did[:3] == ["offer", "offer", "conclude"]
+    assert exchanges.did[:3] == ["offer", "offer", "conclude"]
     assert vars(loop)["error"] is None
 
 

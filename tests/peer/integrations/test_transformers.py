@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.peer.memory_session import Loop
+from tests.peer.memory_session import Exchanges, Loop
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from shoal.integrations.transformers import check, join
 from shoal.peer.session import Session
@@ -99,14 +99,36 @@ def test_a_trainer_on_its_own_data_stops_at_its_own_limit(tmp_path: Path, monkey
 
 
 def test_an_evaluation_takes_part_in_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    did: list[str] = []
-    loop = InMemory(monkeypatch, leases=4)
-    session: Any = loop.session
-    session.offer_if_due, session.conclude = lambda: did.append("offer"), lambda: did.append("conclude")
+    exchanges = Exchanges(InMemory(monkeypatch, leases=4))
     trainer = make_trainer(tmp_path, eval_strategy="steps", eval_steps=6, per_device_eval_batch_size=24)
     with join(trainer, "invite"):
         trainer.train()
-    assert did == ["offer", "offer", "conclude", "conclude"], "two batches, their end, and the training's"
+    assert exchanges.did == ["offer", "offer", "conclude"], "two batches, and their end"
+
+
+class Predicting(TrainerCallback):
+    """Predicts after the second step, and notes the steps."""
+
+    def __init__(self, did: list[str]) -> None:
+        self.did = did
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.did.append("step")
+        if state.global_step == 2:
+            self.trainer.predict(self.trainer.eval_dataset)
+
+
+def test_predictions_in_a_training_do_not_leave_a_round_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step would change the model that the others still fetch."""
+    exchanges = Exchanges(InMemory(monkeypatch, leases=3))
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=24)
+    callback = Predicting(exchanges.did)
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    with join(trainer, "invite"):
+        trainer.train()
+    assert exchanges.did[:6] == ["step", "step", "offer", "offer", "conclude", "step"]
 
 
 @pytest.mark.parametrize(
