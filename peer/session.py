@@ -207,7 +207,7 @@ class Session:
         self._replica.register(setup.data)
         self._replica.sync_state()
         if self._island is not None:
-            self._island.resume()
+            self._island.resume(self._lr_factor())
 
     @property
     def samples(self) -> LeasedSamples:
@@ -240,7 +240,7 @@ class Session:
                 self._timer.start()
                 indices = order.indices(*bounds)
                 if self._island is not None:
-                    indices = self._island.give_out(indices)
+                    indices = self._island.give_out(indices, self._lr_factor())
                 yield take_batch(dataset, indices)
                 if self._island is not None:
                     self._island.take_over()
@@ -248,7 +248,7 @@ class Session:
                 if self._stopping or self.view.phase == "ended":
                     break
         if self._island is not None:
-            self._island.resume(loop_ends=True)
+            self._island.resume(self._lr_factor(), loop_ends=True)
 
     @property
     def loss_weight(self) -> float:
@@ -312,6 +312,7 @@ class Session:
         For data that has no common order, such as streams: what is in a batch is the loop's business, and the run knows
         how many samples were trained. It ends with the run or with ``batches``. Raises as ``batches``.
         """
+        self._refuse_in_island("session.counted")
         self.samples.put_back()
         for batch in batches:
             if not self._next_range(batch_samples):
@@ -352,7 +353,7 @@ class Session:
         self._replica.step(samples, self._lr_factor())
         self._note_samples(samples)
         if self._island is not None:
-            self._island.resume()
+            self._island.resume(self._lr_factor())
 
     def stepped(self, samples: int, loss: Tensor | float) -> None:
         """Count samples after a step that the loop has taken itself, and close the round when it is due.
@@ -384,6 +385,7 @@ class Session:
         For loops that only read the model for long, as in an evaluation: call it often meanwhile, and ``conclude``
         afterwards. The model stays as it is until then.
         """
+        self._refuse_in_island("session.offer_if_due")
         self._timer.pause()
         replica = self._replica
         if not replica.exchanging and self._attention() is Attention.ROUND:
@@ -405,10 +407,11 @@ class Session:
     def lr_factor(self) -> float:
         """Factor of the run's ``[schedule]`` on the learning rate now, by the tokens of all peers.
 
-        For own loops that follow it: set ``group["lr"] = base_lr * session.lr_factor`` before each step.
+        For own loops that follow it: set ``group["lr"] = base_lr * session.lr_factor`` before each step. All ranks of
+        an island have the factor that rank 0 had at the last batch or step, as their optimizers take equal steps.
         """
         self._schedule_is_watched = True
-        return self._lr_factor()
+        return self._lr_factor() if self._island is None else self._island.lr_factor
 
     def _lr_factor(self) -> float:
         view, now = self.view, self._member.client.run_now

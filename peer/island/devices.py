@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 
 import torch
 
@@ -20,6 +21,8 @@ def choose_devices(text: str) -> tuple[torch.device, ...]:
     """Return the devices that ``--devices`` names: ``all`` GPUs, some by number, or ``cpu:N`` for N processes.
 
     Raises ``DeviceError``."""
+    if sys.platform == "win32":
+        raise DeviceError("--devices: islands need Linux or macOS; on Windows join with --device, once for each device")
     found = torch.cuda.device_count()
     if text == "all":
         if not found:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -42,17 +42,6 @@ class SpreadModel:
     row_orders: Mapping[str, Tensor]
 
 
-class TrainingSession(Protocol):
-    """Session of a rank, the leading one or another, for its training loop."""
-
-    def batches(self, dataset: Dataset) -> Iterator[Any]: ...
-
-    def step(self, loss: Tensor) -> None: ...
-
-    @property
-    def share(self) -> BatchShare: ...
-
-
 class IslandLead:
     """Rank 0's end of the island, for its session and replica."""
 
@@ -60,12 +49,18 @@ class IslandLead:
         self.island = island
         self._spread = spread
         self._share = BatchShare(1, 1.0, 1)
+        self._lr_factor = 1.0
         self._followers_serve = True
 
     @property
     def share(self) -> BatchShare:
         """Share of rank 0 in the batch in hand."""
         return self._share
+
+    @property
+    def lr_factor(self) -> float:
+        """Factor on the learning rate that all ranks' loops were last told."""
+        return self._lr_factor
 
     # For the replica ------------------------------------------------------------------------------------------
 
@@ -93,11 +88,10 @@ class IslandLead:
         """Note that the loop has called the session: the other ranks' loops call theirs, too, and serve."""
         self._followers_serve = True
 
-    def give_out(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Give all ranks their shares of a batch, (b,); return rank 0's."""
-        self.island.send(Command.BATCH)
+    def give_out(self, indices: NDArray[np.int64], lr_factor: float) -> NDArray[np.int64]:
+        """Give all ranks their shares of a batch, (b,), and the schedule's factor; return rank 0's share."""
+        self._have_loops_go_on(Command.BATCH, lr_factor)
         self.island.send_bytes(indices.tobytes())
-        self._followers_serve = False
         mine, self._share = self.island.share_of(indices)
         return mine
 
@@ -105,10 +99,13 @@ class IslandLead:
         """Return the mean loss of the batch from rank 0's."""
         return self.island.mean_loss(loss, self._share)
 
-    def resume(self, *, loop_ends: bool = False) -> None:
+    def resume(self, lr_factor: float, *, loop_ends: bool = False) -> None:
         """Have the other ranks' loops go on: after a step, or behind the last batch."""
-        self.island.send(Command.LOOP_ENDS if loop_ends else Command.RESUME)
-        self._followers_serve = False
+        self._have_loops_go_on(Command.LOOP_ENDS if loop_ends else Command.RESUME, lr_factor)
+
+    def _have_loops_go_on(self, command: Command, lr_factor: float) -> None:
+        self.island.send(command, _as_number(lr_factor))
+        self._lr_factor, self._followers_serve = lr_factor, False
 
     def may_end(self, error: BaseException | None) -> bool:
         """Return whether the other ranks can take part in what comes at the session's end.
@@ -128,7 +125,7 @@ class _LeadWork:
         self._island = island
 
     def step(self, samples: int, lr_factor: float) -> None:
-        self._island.send(Command.STEP, samples, struct.unpack("<q", struct.pack("<d", lr_factor))[0])
+        self._island.send(Command.STEP, samples, _as_number(lr_factor))
         self._own.step(samples, lr_factor)
 
     def contribution(self, anchor: Tensor) -> RangeReader:
@@ -171,6 +168,7 @@ class FollowingSession:
         self._work = local_work(run, self._vector, optimizer, own_loop)
         self._optimizer = optimizer
         self.share = BatchShare(1, 1.0, 1)
+        self._lr_factor = 1.0
         self._has_ended = False
         self._serve()
 
@@ -196,6 +194,11 @@ class FollowingSession:
         """As ``Session.loss_weight``."""
         return self.share.weight
 
+    @property
+    def lr_factor(self) -> float:
+        """As ``Session.lr_factor``, and the same on all ranks."""
+        return self._lr_factor
+
     def request_stop(self) -> None:
         """Do nothing: the island ends when rank 0 does."""
 
@@ -214,7 +217,7 @@ class FollowingSession:
             command, numbers = self._island.receive()
             match command:
                 case Command.STEP:
-                    self._work.step(numbers[0], struct.unpack("<d", struct.pack("<q", numbers[1]))[0])
+                    self._work.step(numbers[0], _as_float(numbers[1]))
                 case Command.DROP_GRADIENTS:
                     self._vector.drop_gradients()
                 case Command.CONTRIBUTE:
@@ -231,9 +234,23 @@ class FollowingSession:
                 case Command.SCATTER_OPTIMIZER:
                     assert self._optimizer is not None, "rank 0 has one, too"
                     scatter(self._optimizer, self._vector, self._island)
-                case _:
-                    self._has_ended = command is Command.END
+                case Command.END:
+                    self._has_ended = True
                     return command
+                case _:
+                    self._lr_factor = _as_float(numbers[0])
+                    return command
+
+
+def _as_number(value: float) -> int:
+    """Return a float as one of a command's numbers."""
+    number: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return number
+
+
+def _as_float(number: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", number))[0]
+    return value
 
 
 def _vector(

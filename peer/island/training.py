@@ -34,6 +34,7 @@ from shoal.peer.session import Session
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import (
     MemoryLimits,
+    allow_tf32,
     autocast,
     demanded_memory,
     has_own_memory,
@@ -51,6 +52,9 @@ log = logging.getLogger(__name__)
 
 _TASK = "task.json"
 _CPU = torch.device("cpu")
+
+_DEATH_IS_KNOWN_S = 2.0
+"""Time within which the end of a rank is known here after its connections have broken."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +89,23 @@ class RankTask:
 def started_ranks(task: RankTask, on_death: Callable[[str], None]) -> Iterator[str]:
     """Start all ranks but 0, and yield the folder in which they meet; at the end they have to end, too.
 
-    ``on_death``: called in a thread when one of them fails before that, with words about it."""
+    ``on_death``: called once in a thread when one of them fails before that, with words about it. Raises
+    ``IslandBroken`` for a ``RuntimeError`` that comes with such a failure."""
     lifeline, held = os.pipe()
     folder = tempfile.mkdtemp(prefix="shoal-island-")
-    is_ending = threading.Event()
+    is_ending, first, died = threading.Event(), threading.Lock(), threading.Event()
+    words = ""
     started: list[subprocess.Popen[bytes]] = []
 
     def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
+        nonlocal words
         code = process.wait()
-        if code and not is_ending.is_set():
+        if code and not is_ending.is_set() and first.acquire(blocking=False):
             how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-            on_death(f"rank {rank} of this island has ended {how}")
+            words = f"rank {rank} of this island has ended {how}"
+            died.set()
+            shutil.rmtree(folder, ignore_errors=True)  # on_death may end this process, and no other rank may be left
+            on_death(words)
 
     try:
         Path(folder, _TASK).write_text(json.dumps(asdict(task)))
@@ -107,6 +117,12 @@ def started_ranks(task: RankTask, on_death: Callable[[str], None]) -> Iterator[s
         for rank, process in enumerate(started, 1):
             threading.Thread(target=watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         yield folder
+    except RuntimeError as error:  # of a collective in the model, maybe
+        if died.wait(_DEATH_IS_KNOWN_S):
+            raise IslandBroken(
+                f"{words}: what the island has contributed is kept; give the same command again"
+            ) from error
+        raise
     finally:
         is_ending.set()
         os.close(held)
@@ -139,6 +155,7 @@ def lead_island(session: Session, recipe: Recipe, task: RankTask, folder: str, l
 def _follow(task: RankTask, rank: int, folder: str) -> None:
     """Train as another rank than 0."""
     run, device = parse_run_file(task.run_toml), torch.device(task.devices[rank])
+    allow_tf32(device, run.inner.precision)
     recipe = load_recipe(run, [Path(one) for one in task.data])
     cuts = _cuts_of(recipe, run, task.tensor_parallel)
     island = task.begin(folder, rank)

@@ -5,6 +5,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -75,6 +76,11 @@ def batches() -> Iterator[list[int]]:
         at += size
 
 
+def factor_of(number: int) -> float:
+    """Return the schedule's factor that loops are told with a batch."""
+    return 1 / (1 + number)
+
+
 def read(reader: Any) -> Tensor:
     out = torch.empty(reader.elements)
     reader.read(0, reader.elements, out)
@@ -120,7 +126,8 @@ def main() -> None:
     loop = InnerLoop(model, recipe.loss, lambda: torch.autocast("cpu", enabled=False), 2)
     if not island.leads:
         with FollowingSession(island, model, optimizer, spread=spread) as session:
-            for batch in session.batches(Samples()):
+            for number, batch in enumerate(session.batches(Samples())):
+                assert session.lr_factor == factor_of(number)
                 session.step(loop.backward(batch, session.share))
         return
 
@@ -131,11 +138,13 @@ def main() -> None:
     whole = lead.optimizer(optimizer, vector)
     anchor = read(vector)
     work.restart_from(anchor)
-    lead.resume()
+    lead.resume(1.0)
     data = Samples()
 
+    numbers = count()
+
     def backward(indices: list[int]) -> Tensor:
-        mine = lead.give_out(torch.tensor(indices).numpy())
+        mine = lead.give_out(torch.tensor(indices).numpy(), factor_of(next(numbers)))
         return lead.mean_loss(loop.backward(data.batch(mine), lead.share))
 
     class Resuming:
@@ -143,7 +152,7 @@ def main() -> None:
 
         def step(self, samples: int, lr_factor: float) -> None:
             work.step(samples, lr_factor)
-            lead.resume()
+            lead.resume(1.0)
 
         def contribution(self, anchor: Tensor) -> Any:
             return work.contribution(anchor)
