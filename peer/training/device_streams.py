@@ -254,7 +254,13 @@ class _Ring:
             if self._free:
                 return self._free.pop()
             self._left_to_make -= 1
-        return torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=self._pin_memory)
+        try:
+            return torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=self._pin_memory)
+        except BaseException:
+            with self._changed:  # otherwise others would wait for a slot that there never is
+                self._left_to_make += 1
+                self._changed.notify()
+            raise
 
     def give(self, slot: Tensor) -> None:
         with self._changed:

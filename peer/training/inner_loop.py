@@ -21,6 +21,8 @@ from shoal.swarm.protocol.run_file import InnerSection
 
 log = logging.getLogger(__name__)
 
+_FIRST_SCALE = 2.0**16
+
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -65,7 +67,7 @@ class LossScale:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """``parameters``: those that are trained, in no float16 themselves."""
         self._parameters = list(parameters)
-        self._scaler = GradScaler(self._parameters[0].device.type)
+        self._scaler = GradScaler(self._parameters[0].device.type, init_scale=_FIRST_SCALE)
         self._gradients = _Gradients(self._parameters, {})
 
     def apply(self, loss: Tensor) -> Tensor:
@@ -82,7 +84,13 @@ class LossScale:
         self._scaler.step(self._gradients)
         self._scaler.update()
         after = self._scaler.get_scale()
-        return after >= before or after < 1.0
+        if after >= before:
+            return True
+        if after >= 1.0:
+            return False
+        # Not the scale is the cause but the model, which goes on from elsewhere, with the usual scale.
+        self._scaler.update(_FIRST_SCALE)
+        return True
 
 
 class _Gradients(Optimizer):

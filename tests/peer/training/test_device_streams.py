@@ -104,6 +104,19 @@ def test_pinned_memory_stays_as_it_is_and_is_given_back_after_an_error() -> None
     assert len(held._free) == made <= device_streams._IN_FLIGHT
 
 
+def test_pinned_memory_that_there_was_not_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("no memory to pin")
+
+    ring = device_streams._Ring(pin_memory=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refused)
+        for _ in range(8):
+            with pytest.raises(RuntimeError):
+                ring.take(wait=False)
+    assert ring.take(wait=False) is not None, "whoever waited would wait for ever"
+
+
 def test_a_slot_is_used_again_only_after_its_copy() -> None:
     may_copy = threading.Event()
     streams, _, into = thread_streams(incoming=ThreadQueue(may_copy))

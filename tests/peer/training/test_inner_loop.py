@@ -84,6 +84,15 @@ def test_a_model_that_diverges_is_not_tried_for_ever() -> None:
     assert not torch.isfinite(gradients(model)).all(), "as it is found out from"
 
 
+def test_a_model_that_has_diverged_goes_on_with_the_usual_scale() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    scale = LossScale(model.parameters())
+    InnerLoop(model, mean_of_squares, autocast(CPU, "float16"), 6, scale).backward(batch())
+    assert float(scale.apply(torch.ones(()))) > 1000, "small gradients would be lost again"
+
+
 def test_a_scale_needs_no_gradients() -> None:
     model = make_model()
     assert LossScale(model.parameters()).unscale()
