@@ -229,9 +229,9 @@ def _shares(plan: RoundPlan | None, wide: bool) -> str:
     """Members' shares, largest first, and how many are not named; on a narrow terminal the largest only."""
     if plan is None:
         return "–"
-    members = sorted(plan.members, key=lambda one: (-one.weight_tokens, one.peer))
-    total = sum(one.weight_tokens for one in members)
-    shares = [f"{100 * one.weight_tokens / total:.0f}%" for one in members]
+    members = sorted(plan.members, key=lambda one: (-one.weight, one.peer))
+    total = sum(one.weight for one in members)
+    shares = [f"{100 * one.weight / total:.0f}%" for one in members]
     if not wide:
         return f"{len(members)} ≤{shares[0]}"
     named = ", ".join(f"{one.peer[:6]} {share}" for one, share in zip(members[:_NAMED], shares, strict=False))
@@ -268,13 +268,13 @@ def _members(plan: RoundPlan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for name in ("member", "tokens", "share", "row", "parts", "elements"):
         table.add_column(name, justify="left" if name == "member" else "right", no_wrap=True)
-    total = sum(one.weight_tokens for one in plan.members)
+    total = sum(one.weight for one in plan.members)
     owned = Counter(part.owner for part in plan.parts)
     elements: Counter[int] = Counter()
     for part in plan.parts:
         elements[part.owner] += part.stop - part.start
     for index, one in enumerate(plan.members):
-        share = f"{100 * one.weight_tokens / total:.1f}%"
+        share = f"{100 * one.weight / total:.1f}%"
         table.add_row(one.peer, str(one.weight_tokens), share, str(one.row), str(owned[index]), str(elements[index]))
     return table
 

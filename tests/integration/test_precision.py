@@ -27,7 +27,7 @@ def test_an_idle_bfloat16_peer_holds_the_anchor_back_by_nothing(swarm: Swarm) ->
     for one in loops[0].events("watched"):
         verdict = verdicts[one["round"]].verdict
         assert verdict.plan is not None
-        weights = {member.peer: member.weight_tokens for member in verdict.plan.members}
+        weights = {member.peer: member.weight for member in verdict.plan.members}
         if weights.keys() != {member.peer for member in loops}:
             continue
         share = weights[loops[0].peer] / sum(weights.values())
