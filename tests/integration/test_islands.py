@@ -177,7 +177,8 @@ def test_a_loop_of_ones_own_under_torchrun(swarm: Swarm, tmp_path: Path) -> None
 
 
 def test_a_run_that_no_island_takes_part_in(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(algorithm="virtual_batch") + "[pipeline]\nmicro_batch = 2\n")
+    run = run_toml(algorithm="virtual_batch").replace("layers = 1\n", "layers = 2\ntie_embedding = false\n")
+    host = swarm.host(run + "[pipeline]\nmicro_batch = 2\n")
     island = swarm.member(host.invite, "island", extra=("--devices", "cpu:2"), device="auto")
     assert island.exit_code(START_S) == DeviceError.exit_code
     assert "pipeline" in island.text()
