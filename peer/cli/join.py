@@ -10,13 +10,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -101,38 +100,44 @@ def run_member(
     allow_tf32(device, run.inner.precision)
     if run.pipeline is None:
         check_model_fits(run, recipe, device, work.memory, ranks)
-    connection = RunConnection(invite, options, str(device), ranks)
-    try:
-        peer = (
-            PipelinePeer(connection, recipe, device, work.memory) if run.pipeline is not None else Session(connection)
-        )
-    except BaseException:
-        connection.close()
-        raise
     stops: list[int] = []
+    peers: list[Session | PipelinePeer] = []
+
+    def request_stop() -> None:
+        if not peers:  # nothing was joined that one could leave
+            raise KeyboardInterrupt
+        peers[0].request_stop()
 
     def give_up(pause: Pause) -> None:
         log.info("this machine is given up: %s; it comes back %s", pause.reason, _when(pause))
         connection.say_farewell("paused", pause.words)
-        peer.request_stop()
+        request_stop()
 
-    with ExitStack() as behind_session, peer, KeeperThread(keeper, give_up) as kept:
-        earlier = _handle_signals(peer.request_stop, stops)
+    with ExitStack() as behind_session, _handled_signals(request_stop, stops):
+        connection = RunConnection(invite, options, str(device), ranks)
         try:
-            watch(connection, peer)
-            if isinstance(peer, PipelinePeer):
-                peer.train()
-            elif options.role == "validator":
-                Validator(connection, peer, recipe, device).run()
-            elif ranks > 1:
-                _train_island(connection, peer, recipe, devices, work, behind_session)
-            else:
-                _train(peer, recipe, device, work.memory)
-        except Interrupted:
-            log.info("stopped before the run had a state to give")
-        finally:
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
+            peer = (
+                PipelinePeer(connection, recipe, device, work.memory)
+                if run.pipeline is not None
+                else Session(connection)
+            )
+        except BaseException:
+            connection.close()
+            raise
+        peers.append(peer)
+        with peer, KeeperThread(keeper, give_up) as kept:
+            try:
+                watch(connection, peer)
+                if isinstance(peer, PipelinePeer):
+                    peer.train()
+                elif options.role == "validator":
+                    Validator(connection, peer, recipe, device).run()
+                elif ranks > 1:
+                    _train_island(connection, peer, recipe, devices, work, behind_session)
+                else:
+                    _train(peer, recipe, device, work.memory)
+            except Interrupted:
+                log.info("stopped before the run had a state to give")
     if stops:
         return Ending.STOPPED
     return Ending.RUN_ENDED if kept.pause is None else Ending.PAUSED
@@ -204,8 +209,9 @@ def _train_island(
     lead_island(session, recipe, task, folder, work.memory)
 
 
-def _handle_signals(request_stop: Callable[[], None], stops: list[int]) -> dict[int, Any]:
-    """Have signals stop the peer; those that came are added to ``stops``."""
+@contextmanager
+def _handled_signals(request_stop: Callable[[], None], stops: list[int]) -> Iterator[None]:
+    """Have signals stop the peer meanwhile; those that came are added to ``stops``."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         stops.append(number)
@@ -215,4 +221,9 @@ def _handle_signals(request_stop: Callable[[], None], stops: list[int]) -> dict[
             os._exit(STOPPED_AT_ONCE)
         request_stop()
 
-    return {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    earlier = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
