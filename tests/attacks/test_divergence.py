@@ -35,7 +35,8 @@ def test_a_poisoned_anchor_is_gone_back_behind_without_who_poisoned_it(swarm: Sw
         member.committed(after=1)
     attacker = swarm.member(host.invite, "liar", POISONOUS)
     went = host.event("went_back", ROUNDS_S)
-    assert went["suspects"] == [attacker.peer]
+    assert attacker.peer in went["suspects"]
+    assert len(went["suspects"]) <= 2, "at most one besides, that has no credit yet while others have"
     assert 0 < went["anchor_version"] < went["from_version"], "to a state that was kept"
     for member in honest:
         member.committed(after=went["round"] + 3)

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ class Stage:
     audit: Audit
     in_order: bool = True
     _audited: int = 0
+    _homes: dict[str, Path] = field(default_factory=dict)
+    """Folder with the identity and the state of each member that goes on for a killed one, by its label."""
 
     @classmethod
     def open(cls, swarm: Swarm) -> Stage:
@@ -166,9 +168,11 @@ class Stage:
 
     def spare_at_the_door(self, member: Member) -> Member:
         """The same command again, in a process that has come up and waits for ``let_in``."""
-        label, extra = f"{member.label}-again", ["--state", str(member.folder / "state")]
+        label, home = f"{member.label}-again", self._homes.get(member.label, member.folder)
         launcher = (*_FAULTY, str(self.orders.folder), "--after", label)
-        spare = self.swarm.member(self.host.invite, label, launcher, member.folder / "identity", extra=extra)
+        extra = ["--state", str(home / "state")]
+        spare = self.swarm.member(self.host.invite, label, launcher, home / "identity", extra=extra)
+        self._homes[label] = home
         spare.says("at the door", START_S)
         return spare
 

