@@ -104,7 +104,7 @@ def run_member(
     peers: list[Session | PipelinePeer] = []
 
     def request_stop() -> None:
-        if not peers:  # nothing was joined that one could leave
+        if not peers:  # not joined yet, so there is nothing to leave in order
             raise KeyboardInterrupt
         peers[0].request_stop()
 

@@ -79,7 +79,7 @@ class LoopMember:
 class MemberBatches:
     """Batches for a framework, as long as an epoch of its own loader; they end with the run, whatever the epoch.
 
-    Each iteration goes on where the one before has stopped.
+    Each iteration goes on where the one before has stopped, and from the start in another membership.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class MemberBatches:
         self._member = member
         self._on_end = on_end
         self._own_data = own_data
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._iterated: LoopMember | None = None
+        """The membership whose batches the iterator gives."""
         if not own_data:
             check_can_be_leased(loader)
 
@@ -117,14 +119,15 @@ class MemberBatches:
             left: float = len(self)
         except TypeError:
             left = math.inf
-        if self._iterator is None:
-            self._iterator = self._batches()
-        while left > 0 and not self._member().is_over:
-            self._member().end_evaluation()  # of one whose end no callback has told, as predictions and broken ones
+        member = self._member()
+        if self._iterated is not member:
+            self._iterator, self._iterated = self._batches(), member
+        while left > 0 and not member.is_over:
+            member.end_evaluation()  # of one whose end no callback has told, as predictions and broken ones
             try:
                 batch = next(self._iterator)
             except StopIteration:
-                self._member().is_over = True
+                member.is_over = True
                 self._on_end()
                 return
             yield batch

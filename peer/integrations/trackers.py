@@ -97,6 +97,8 @@ def metrics_of(event: Event) -> dict[str, float]:
 
 
 class _Sink(Protocol):
+    """A tracker's curves of one run. Both methods may raise whatever its package raises."""
+
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
     def close(self) -> None: ...
