@@ -51,7 +51,7 @@ from shoal.swarm.errors import (
     UserError,
     WireError,
 )
-from shoal.swarm.protocol.addresses import join_host_port, reach_of
+from shoal.swarm.protocol.addresses import join_host_port, parse_ip, reach_of
 from shoal.swarm.protocol.identity import CurveKeys, Identity, key_text
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.pins import PinsSection
@@ -93,6 +93,7 @@ _CANNOT = (
     "--out PREPARED.toml` on a machine that can, and host that file; or give --no-pins: then the first member to join "
     "defines the run's model, data and first state."
 )
+_SETTINGS = "recipe.settings"
 _ERRORS: tuple[type[ShoalError], ...] = (
     *(RunFileError, RecipeError, CorpusError, ModelMismatch, DeviceError, StateFileError, SealedForOthers),
     *(StorageError, IdentityError),
@@ -479,7 +480,10 @@ async def _prepare_apart(given: Path, out: Path, folders: Sequence[Path]) -> Non
     try:
         await _run_command(arguments)
     except ShoalError as error:
-        raise type(error)(_CANNOT.format(str(error).replace(str(given), RUN_FILE))) from error
+        words = str(error).replace(str(given), RUN_FILE)
+        if words.startswith(_SETTINGS):  # wrong on every machine
+            raise
+        raise type(error)(_CANNOT.format(words)) from error
 
 
 async def _run_command(arguments: Sequence[str]) -> None:
@@ -508,6 +512,18 @@ def say_pins(pins: PinsSection | None) -> str:
     first = f"first state {pins.state[:16]}" if pins.state else "first state not pinned here"
     corpus = f"data {pins.corpus[:16]}" if pins.corpus else "data of the members' own"
     return f"{pins.elements:,} parameters {pins.layout[:16]}, {corpus}, {first}"
+
+
+def say_reach(addresses: Sequence[Address]) -> str:
+    """Warn of an invite by which nobody outside of this machine, or of its network, can join; else empty."""
+    if any(one.is_relayed or parse_ip(one.host) is None or reach_of(one.host) == "public" for one in addresses):
+        return ""
+    who = "machines of this network" if any(reach_of(one.host) == "private" for one in addresses) else "this machine"
+    return (
+        f"{', '.join(dict.fromkeys(one.host for one in addresses))} is known to {who} only, so nobody else can join by "
+        "this invite. For others, forward the port to this machine and give --advertise PUBLIC_NAME:PORT, or give a "
+        "relay's --via URL; `shoal doctor` says what is possible here."
+    )
 
 
 # Ports, keys and limits -----------------------------------------------------------------------------------------

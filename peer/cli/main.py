@@ -173,7 +173,7 @@ def host_command(
     """Host a run: its coordinator keeps membership, rounds and verdicts. After a stop, the same command goes on.
 
     Several runs share the port, and nothing else: one that fails begins again, while the others go on."""
-    from shoal.peer.cli.host import HostOptions, host, say_pins, warn_descriptors
+    from shoal.peer.cli.host import HostOptions, host, say_pins, say_reach, warn_descriptors
     from shoal.peer.integrations.trackers import TrackedRun, Tracker, TrackerChoice
     from shoal.peer.terminal.events import plain_line
     from shoal.peer.terminal.reporter import Reporter, setup_logging
@@ -218,6 +218,8 @@ def host_command(
             console.print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
         console.print("Invite  (this command joins a machine to the run)")
         console.print(f"\n  shoal join '{hosting.invite}'\n", soft_wrap=True, highlight=False)
+        if near := say_reach(hosting.invite.addresses):
+            console.print(f"Note    {near}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         if run.run.name not in trackers:
             about = TrackedRun.of(run, "host")
             trackers[run.run.name] = [ending.enter_context(Tracker(choice, about)) for choice in choices]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import RecipeError
+from shoal.swarm.protocol.field_errors import field_errors
 from shoal.swarm.protocol.run_file import DataSection, RunFile
 
 GROUP = "shoal.recipes"
@@ -161,11 +162,7 @@ def check_settings(settings_type: type[SettingsT], settings: Any, where: str = "
     try:
         return settings_type.model_validate(settings)
     except ValidationError as error:
-        problems = []
-        for problem in error.errors():
-            field = ".".join([where, *(str(step) for step in problem["loc"])])
-            problems.append(f"{field}: {problem['msg']} (got {problem['input']!r:.80})")
-        raise RecipeError("; ".join(problems)) from error
+        raise RecipeError("; ".join(field_errors(error, settings_type, where, got=True))) from error
 
 
 __all__ = [

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.swarm.errors import RunChanged, RunFileError
+from shoal.swarm.protocol.field_errors import field_errors
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import Amendment, Changes
 
@@ -113,10 +114,7 @@ def _validated(run: RunFile, changes: Changes) -> RunFile:
     try:
         return RunFile.model_validate(content).named_by(run)
     except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        where = ".".join(str(step) for step in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise RunFileError(f"{where}: {message}" if where else message) from error
+        raise RunFileError(field_errors(error, RunFile)[0]) from error
 
 
 def _parsed(key: str, text: str) -> Any:

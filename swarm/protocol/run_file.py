@@ -34,6 +34,7 @@ from shoal.compression.formats import (
     named_format_map,
 )
 from shoal.swarm.errors import IdentityError, RunFileError
+from shoal.swarm.protocol.field_errors import field_errors
 from shoal.swarm.protocol.identity import parse_key
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.run_sources import check_source, check_url
@@ -772,12 +773,7 @@ def parse_run_file(text: str, where: str = "run file") -> RunFile:
     except tomllib.TOMLDecodeError as error:
         raise RunFileError(f"{where}: not valid TOML: {error}") from error
     except ValidationError as error:
-        lines = []
-        for problem in error.errors():
-            field = ".".join(str(step) for step in problem["loc"])
-            message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{field}: {message}" if field else message)
-        raise RunFileError(f"{where}: " + "; ".join(lines)) from error
+        raise RunFileError(f"{where}: " + "; ".join(field_errors(error, RunFile))) from error
     except (ValueError, RecursionError) as error:  # numbers with thousands of digits, arrays with thousands of levels
         raise RunFileError(f"{where}: not valid TOML: {error}") from error
     _check_outer(run.outer, where)

@@ -247,7 +247,7 @@ def test_a_damaged_config_is_refused(config: dict[str, Any]) -> None:
         ({"width": "wide"}, r"recipe\.settings\.width"),
         ({"width": 18, "heads": 4}, r"even multiple of heads \(4"),
         ({"width": 6, "heads": 2}, r"even multiple of heads \(2"),
-        ({"depth": 3}, r"recipe\.settings\.depth: Extra inputs"),
+        ({"depth": 3}, r"recipe\.settings\.depth: no such field"),
         ({"rope_theta": math.inf}, r"recipe\.settings\.rope_theta"),
         ({"context": None}, r"recipe\.settings\.context"),
     ],
@@ -258,7 +258,7 @@ def test_bad_settings_are_named(changes: dict[str, Any], match: str) -> None:
 
 
 def test_missing_settings_are_named() -> None:
-    with pytest.raises(RecipeError, match=r"layers: Field required.*heads: Field required"):
+    with pytest.raises(RecipeError, match=r"layers: is missing.*heads: is missing"):
         GptRecipe({}, DataSection())
 
 

@@ -13,13 +13,14 @@ from tests.fakes.journals import leased
 from tests.swarm.coordinator.stories import RUN, story
 from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer.cli.host import Hosting, HostOptions, _follow_admission, check_keys, host, host_identity
+from shoal.peer.cli.host import Hosting, HostOptions, _follow_admission, check_keys, host, host_identity, say_reach
 from shoal.peer.cli.supervisor import Restarts
 from shoal.swarm.aio import Changes
 from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, LocalJournal
 from shoal.swarm.errors import DamagedRecords, FolderInUse, HostCrashed, IdentityError, StorageError, UserError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.run_file import load_run_file, parse_run_file
+from shoal.swarm.protocol.types import Address
 
 RUN_HASH = b"r" * 32
 
@@ -257,3 +258,23 @@ def test_another_invite_is_printed_when_admission_is_amended() -> None:
 
     asyncio.run(main())
     assert announced == ["token", "open"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told"),
+    [
+        (["127.0.0.1"], "127.0.0.1 is known to this machine only"),
+        (["192.168.1.5", "127.0.0.1"], "192.168.1.5, 127.0.0.1 is known to machines of this network only"),
+        (["192.168.1.5", "host.example.org"], ""),
+        (["8.8.8.8"], ""),
+    ],
+)
+def test_an_invite_that_few_can_use_is_warned_of(hosts: list[str], told: str) -> None:
+    words = say_reach([Address(host=one, control_port=7707) for one in hosts])
+    assert words.startswith(told)
+    assert bool(words) == bool(told)
+
+
+def test_a_relay_lets_everybody_join() -> None:
+    relayed = Address(host="192.168.1.9", control_port=443, kind="relayed")
+    assert not say_reach([Address(host="192.168.1.5", control_port=7707), relayed])
