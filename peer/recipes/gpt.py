@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.peer.recipes import check_settings
-from shoal.peer.recipes.corpus import BYTE_VOCAB, SEPARATOR, Corpus, WindowDataset, load_corpus
+from shoal.peer.recipes.corpus import BYTE_VOCAB, SEPARATOR
 from shoal.peer.recipes.gpt_model import Gpt, GptSettings, empty_model, layered_gpt
+from shoal.peer.recipes.language_model import LanguageModelRecipe
 from shoal.peer.training.layers import Layered
 from shoal.peer.training.tensor_parallel import Cut, CutInputs, CutOutputs
 from shoal.swarm.errors import RecipeError
@@ -22,36 +22,14 @@ from shoal.swarm.protocol.run_file import DataSection
 
 NAME = "gpt"
 
-_EVAL_BATCH = 16
 
-
-class GptRecipe:
-    """The recipe ``gpt``: ``Gpt`` on the corpus that the run names. See ``Recipe`` and ``LayeredRecipe`` for its
-    methods."""
+class GptRecipe(LanguageModelRecipe):
+    """The recipe ``gpt``: ``Gpt`` on the corpus that the run names."""
 
     def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
         """Raises ``RecipeError``."""
         self.settings = check_settings(GptSettings, settings)
-        context = self.settings.context
-        if data.tokens_per_sample not in (None, context):
-            raise RecipeError(
-                f"data.tokens_per_sample: expected nothing or recipe.settings.context ({context}), "
-                f"not {data.tokens_per_sample}"
-            )
-        self.tokens_per_sample = context
-        self._data, self._folders = data, folders
-
-    @cached_property
-    def _corpus(self) -> Corpus:
-        return load_corpus(self._data, self.settings.vocab, self.tokens_per_sample, self._folders)
-
-    @property
-    def corpus_digest(self) -> bytes:
-        return self._corpus.digest
-
-    @property
-    def corpus_about(self) -> str:
-        return self._corpus.about
+        super().__init__(self.settings.context, self.settings.vocab, data, folders)
 
     def build_model(self, seed: int) -> Gpt:
         model = empty_model(self.settings)
@@ -69,50 +47,6 @@ class GptRecipe:
             "blocks.*.gate_up": CutOutputs(parts=2, of="hidden values"),
             "blocks.*.mlp_out": CutInputs(),
         }
-
-    def training_data(self) -> WindowDataset:
-        return WindowDataset(self._corpus.train, self.tokens_per_sample)
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return self.loss_of(model(self.input_of(batch)), self.targets_of(batch))
-
-    def input_of(self, batch: Tensor) -> Tensor:
-        """All tokens of each sample but the last: ``(b, context) int64``."""
-        return batch[:, :-1]
-
-    def targets_of(self, batch: Tensor) -> Tensor:
-        """All tokens of each sample but the first: ``(b, context) int64``."""
-        return batch[:, 1:]
-
-    def check_targets(self, targets: Tensor, samples: int) -> None:
-        expected, vocab = (samples, self.settings.context), self.settings.vocab
-        if targets.dtype != torch.int64 or targets.shape != expected:
-            raise ValueError(f"targets: expected {expected} int64, not {tuple(targets.shape)} {targets.dtype}")
-        if not 0 <= int(targets.min()) <= int(targets.max()) < vocab:
-            raise ValueError(f"targets: expected tokens from 0 to {vocab - 1}")
-
-    def loss_of(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy, nats a token, from logits ``(b, context, vocab)``."""
-        return F.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
-
-    @torch.no_grad()
-    def held_out_loss(self, model: nn.Module, device: torch.device | str, max_samples: int = 256) -> float:
-        """The loss on up to ``max_samples`` held-out samples, spread evenly.
-
-        ``model`` is on ``device``, and is left in its mode (training or not)."""
-        held_out = WindowDataset(self._corpus.held_out, self.tokens_per_sample)
-        count = min(max(1, max_samples), len(held_out))
-        chosen = [number * len(held_out) // count for number in range(count)]
-        was_training = model.training
-        model.eval()
-        try:
-            total = 0.0
-            for start in range(0, count, _EVAL_BATCH):
-                batch = held_out.batch(chosen[start : start + _EVAL_BATCH]).to(device)
-                total += float(self.loss(model, batch)) * len(batch)
-        finally:
-            model.train(was_training)
-        return total / count
 
     def config(self) -> dict[str, Any]:
         settings = self.settings.model_dump(mode="json") | {"hidden": self.settings.hidden_width}
