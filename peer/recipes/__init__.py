@@ -24,7 +24,7 @@ from shoal.swarm.protocol.run_file import DataSection, RunFile
 GROUP = "shoal.recipes"
 
 # Found in a source checkout, too, where no distribution has registered them.
-_OWN = {"gpt": "shoal.peer.recipes.gpt:GptRecipe"}
+_OWN = {"gpt": "shoal.peer.recipes.gpt:GptRecipe", "hf": "shoal.peer.recipes.hf:HfRecipe"}
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 

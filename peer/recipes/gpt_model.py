@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from shoal.peer.recipes.corpus import BYTE_VOCAB
+from shoal.peer.recipes.exact_draws import UNIFORMS, bell
 from shoal.peer.training.layers import Layer, Layered
 
 _LINEAR_GAIN = 0.7
-_DRAWS = 3
 _SKIPPED_AT_ONCE = 2**20
 
 
@@ -184,7 +184,7 @@ def _initialise(name: str, parameter: nn.Parameter, settings: GptSettings, gener
         parameter.fill_(1.0)
         return
     if parameter.is_meta:
-        left = _DRAWS * parameter.numel()
+        left = UNIFORMS * parameter.numel()
         while left > 0:
             left -= torch.rand(
                 min(left, _SKIPPED_AT_ONCE), generator=generator, dtype=torch.float32, device="cpu"
@@ -193,18 +193,7 @@ def _initialise(name: str, parameter: nn.Parameter, settings: GptSettings, gener
     std = (1.0 if name == "embedding.weight" else _LINEAR_GAIN) / math.sqrt(parameter.shape[1])
     if name.endswith("_out.weight"):
         std /= math.sqrt(2 * settings.layers)
-    parameter.copy_(_bell(parameter.shape, std, generator))
-
-
-def _bell(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
-    """Bell-shaped values of mean 0 within 3 ``std``: ``shape`` float64.
-
-    A sum of three uniforms and not torch's normal, whose logarithms and cosines differ in the last bit between
-    processors: these additions are exact, and peers have to start bit-identical."""
-    total = torch.full(shape, -_DRAWS / 2, dtype=torch.float64, device="cpu")
-    for _ in range(_DRAWS):
-        total += torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return total * (2.0 * std)
+    parameter.copy_(bell(parameter.shape, std, generator))
 
 
 def empty_model(settings: GptSettings) -> Gpt:

@@ -127,7 +127,10 @@ class RecipeSection(Record):
         str,
         StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$"),
         Field(
-            description="installed code that builds model and data, such as `gpt`; `own`: members bring their own loop"
+            description=(
+                "installed code that builds model and data: `gpt`; `hf`, any causal language model of transformers; "
+                "one of a package; `own`: members bring their own loop"
+            )
         ),
     ]
     settings: Annotated[
@@ -135,7 +138,8 @@ class RecipeSection(Record):
         Field(
             description=(
                 "settings of the recipe; of `gpt`: `layers`, `heads`, `width`, `context`, `vocab`, `hidden`, "
-                "`rope_theta`, `tie_embedding`, `qk_norm`"
+                "`rope_theta`, `tie_embedding`, `qk_norm`; of `hf`: `context`, and `config` with `model_type` and its "
+                "fields as in the model's `config.json`"
             )
         ),
     ] = Field(default_factory=dict)

@@ -90,7 +90,7 @@ def test_ours_are_those_that_the_distribution_registers() -> None:
 def test_an_unknown_recipe_says_what_is_installed_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "vision", "json:loads")
     with pytest.raises(
-        RecipeError, match=r"'moe' is not installed here \(installed: gpt, vision\); install the package"
+        RecipeError, match=r"'moe' is not installed here \(installed: gpt, hf, vision\); install the package"
     ):
         load_recipe(run_file("moe"))
 
