@@ -39,8 +39,8 @@ from shoal.compression.range_reader import whole_vector
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.algorithms import local_work
 from shoal.peer.training.data import run_order
-from shoal.peer.training.inner_loop import make_inner
-from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.inner_optimizer import make_inner
+from shoal.peer.training.outer_optimizer import make_outer
 from shoal.peer.training.parameters import ParameterVector
 from shoal.peer.validation.scorer import Scorer, bare_score
 from shoal.peer.validation.scoring import draw
@@ -254,7 +254,7 @@ class Member(SimMember):
         self.run, self.recipe = run, recipe
         self.model = recipe.build_model(run.run.seed)
         self.vector = ParameterVector(self.model)
-        self.outer = outer_of(run.outer)
+        self.outer = make_outer(run.outer)
         self.anchor, self.outer_state = whole_vector(self.vector), torch.zeros(self.outer.slots, self.elements)
         self.codec_map = CodecMap(run.format_map([("w", (self.elements,))]))
 

@@ -46,7 +46,7 @@ from shoal.peer.training.device import (
     has_own_memory,
 )
 from shoal.peer.training.device_streams import streams_of
-from shoal.peer.training.inner_loop import make_inner
+from shoal.peer.training.inner_optimizer import make_inner
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.run_file import DataSection, InnerSection, RunFile, parse_run_file

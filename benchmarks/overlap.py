@@ -91,7 +91,7 @@ def run_peer(site: Site, invite: str, folder: Path, step_s: float) -> None:
     from shoal.peer.recipes import load_recipe
     from shoal.peer.session import Session
     from shoal.peer.training.data import DataAbout
-    from shoal.peer.training.inner_loop import make_inner
+    from shoal.peer.training.inner_optimizer import make_inner
 
     options = SessionOptions(identity=folder / "identity", state=folder / "state", bind=(site.address, 0))
     with Session.connect(invite, options) as session:

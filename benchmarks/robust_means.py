@@ -20,7 +20,7 @@ from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import named_format_map
 from shoal.compression.kernels import loader
 from shoal.peer.recipes import load_recipe
-from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.outer_optimizer import make_outer
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
@@ -66,7 +66,7 @@ def held_out_loss(kind: str, attack: str | None, speeds: tuple[int, ...], rounds
     run: RunFile = parse_run_file(
         RUN.format(seed=seed, tokens=tokens, warmup=tokens // 10, round_tokens=round_tokens, robust=kind)
     )
-    recipe, outer, power = load_recipe(run), outer_of(run.outer), power_of(run)
+    recipe, outer, power = load_recipe(run), make_outer(run.outer), power_of(run)
     trainers = [make_trainer(run, recipe, number, len(speeds), speed) for number, speed in enumerate(speeds)]
     members, lies = {one.peer: one.about for one in trainers}, torch.Generator().manual_seed(seed)
     vector = ParameterVector(trainers[0].model)

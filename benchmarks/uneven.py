@@ -19,9 +19,9 @@ from torch import Tensor
 from shoal.compression.range_reader import whole_vector
 from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.training.algorithms import LocalWork, local_work
-from shoal.peer.training.inner_loop import make_inner
+from shoal.peer.training.inner_optimizer import make_inner
 from shoal.peer.training.lr_schedule import lr_factor
-from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.outer_optimizer import make_outer
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.norm_claims import pack, ranges, total_norm
 from shoal.swarm.coordinator.influence import (
@@ -167,7 +167,7 @@ def simulate(speeds: tuple[int, ...], robust: str, rounds: int, seed: int, *, at
     tokens = rounds * round_tokens
     settings = {"warmup": tokens // 10, "round_tokens": round_tokens, "robust": robust}
     run = parse_run_file(RUN.format(seed=seed, tokens=tokens, **settings))
-    recipe, outer, power = load_recipe(run), outer_of(run.outer), power_of(run)
+    recipe, outer, power = load_recipe(run), make_outer(run.outer), power_of(run)
     trainers = [make_trainer(run, recipe, number, len(speeds), speed) for number, speed in enumerate(speeds)]
     honest, attacker = [one.peer for one in trainers], make_member(len(trainers))
     members = {one.peer: one.about for one in trainers} | {attacker.entry.peer: attacker}

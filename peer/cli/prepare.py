@@ -15,7 +15,6 @@ import torch
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.training.anchor import GrowingDigest
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector, frozen_parameters
 from shoal.swarm import durable
 from shoal.swarm.errors import RecipeError, RunFileError, StorageError
@@ -64,7 +63,7 @@ def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection
     vector = ParameterVector(model)
     say(f"Preparing: hashing {vector.elements:,} parameters …")
     frozen = frozen_parameters(model)
-    state = None if run.start is not None else _first_state(vector, outer_of(run.outer).slots).hex()
+    state = None if run.start is not None else _first_state(vector, run.outer.slots).hex()
     return PinsSection(
         layout=layout_digest(vector.layout),
         elements=vector.elements,

@@ -17,7 +17,6 @@ from shoal.peer.options import StartFrom
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.state_transfer.start import hash_of, whole_checkpoints
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm import durable
 from shoal.swarm.errors import DeviceError, ModelMismatch, RecipeError, RunFileError, StateFileError, StorageError
@@ -78,7 +77,7 @@ def _section_of(
     if before.start is not None:
         tokens += before.start.tokens
         steps += before.start.outer_steps
-    goes_on = before.outer.optimizer == run.outer.optimizer and manifest.outer_vectors == outer_of(run.outer).slots
+    goes_on = before.outer.optimizer == run.outer.optimizer and manifest.outer_vectors == run.outer.slots
     if start_from.only_parameters:
         tokens, goes_on = 0, False
     read, tensors, spoilt = CheckpointTensors(source, manifest), dict[str, StartTensor](), list[str]()

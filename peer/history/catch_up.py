@@ -10,14 +10,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
 from shoal.compression.codec_map import CodecMap
 from shoal.peer.history.record_archive import RecordArchive
 from shoal.peer.history.round_records import RoundRecords
 from shoal.peer.training.anchor import AnchorState
-from shoal.peer.training.lr_schedule import run_lr_factor
-from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.lr_schedule import round_lr_factor
+from shoal.peer.training.outer_optimizer import OuterStep, make_outer
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.result_fetch import fetch_committed
 from shoal.swarm.averaging.results import ResultStore, RoundMean
@@ -40,23 +38,19 @@ VerdictsFrom = Callable[[int], Awaitable[Sequence[Verdict]]]
 """The run's verdicts from a round on, as far as they can be had."""
 
 
-def next_state(state: AnchorState, mean: RoundMean, verdict: Verdict, original: RunFile) -> AnchorState:
+def next_state(
+    state: AnchorState, mean: RoundMean, verdict: Verdict, original: RunFile, layout: Sequence[TensorSpec]
+) -> AnchorState:
     """Overwrite a state by that after a committed round, piece by piece; ``mean``: decoded from its committed bytes.
 
     With the settings that the verdict names, so that whoever holds it takes the same step."""
     run = amended(original, verdict.amended)
-    outer = outer_of(run.outer)
-    factor = 1.0
-    if run.algorithm == "virtual_batch":
-        before = verdict.tokens_total - verdict.tokens
-        # Rounded coarsely, so that no two mathematical libraries disagree.
-        factor = round(run_lr_factor(run, before) * 2**16) / 2**16
+    is_batch = run.algorithm == "virtual_batch"
+    factor = round_lr_factor(run, verdict.tokens_total - verdict.tokens, verdict.tokens) if is_batch else 1.0
     steps = state.version + (run.start.outer_steps if run.start else 0)
-
-    def change(values: Tensor, piece: Tensor) -> None:
-        outer.step_(values, piece, steps, factor)
-
-    return state.step(verdict.anchor_version, mean.pieces(), change)
+    step = OuterStep(make_outer(run.outer), layout, steps, factor)
+    step.measure(state.values, mean.pieces)
+    return state.step(verdict.anchor_version, mean.pieces(), step.change)
 
 
 def standing_rounds(verdicts: Iterable[Verdict]) -> list[tuple[RoundPlan, Verdict]]:
@@ -100,12 +94,13 @@ class RoundApplier:
 
     def __init__(self, run: RunFile, layout: Sequence[TensorSpec]) -> None:
         """``layout``: the model's tensors, or those of the stage."""
+        self._layout = layout
         self.codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in layout]))
         self._run = run
 
     def apply(self, state: AnchorState, verdict: Verdict, mean: RoundMean) -> AnchorState:
         """Overwrite the state by the one after that round, and return it; see ``AnchorState.step``."""
-        return next_state(state, mean, verdict, self._run)
+        return next_state(state, mean, verdict, self._run, self._layout)
 
     def results_bytes(self, verdict: Verdict) -> int:
         """Upper bound on the bytes to fetch for a round's results."""

@@ -54,6 +54,11 @@ def check_island_can_train(run: RunFile, role: Role) -> None:
             "--devices: the run keeps AdamW's moments in int8 (inner.state), which cannot be divided among devices: "
             "join with --device, or a run that keeps them in float32"
         )
+    if run.inner.optimizer == "adafactor":
+        raise DeviceError(
+            "--devices: the run's inner optimizer is Adafactor, which PyTorch cannot divide among devices: join with "
+            '--device, or a run with inner.optimizer = "adamw", "muon" or "sgd"'
+        )
     if run.inner.precision == "float16":
         raise DeviceError(
             "--devices: the run computes in float16, whose losses are scaled by each device for itself: join with "

@@ -40,7 +40,8 @@ from shoal.peer.training.device import (
     has_own_memory,
     usable_bytes,
 )
-from shoal.peer.training.inner_loop import InnerLoop, make_inner
+from shoal.peer.training.inner_loop import InnerLoop
+from shoal.peer.training.inner_optimizer import make_inner
 from shoal.peer.training.parameters import MasterWeights
 from shoal.peer.training.step_memory import plan_micro_batch, recompute_activations
 from shoal.peer.training.tensor_parallel import Cut, TensorParallelRecipe

@@ -20,7 +20,6 @@ from shoal.peer.relay.offer import RelayOffer
 from shoal.peer.relay.process import RELAY_IDENTITY_FILE
 from shoal.peer.state_transfer.start import RunStart, StartFiles
 from shoal.peer.training.device import describe_device
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.client.bandwidth_probe import witnesses
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import Diverged, RunAmended, StateFileError, UserError
@@ -137,7 +136,7 @@ class RunConnection:
                     raise
                 log.warning("going on without the checkpoint that the run started from: %s", error)
         node = self.members.run.node
-        slots, silent_s = outer_of(self.run_file.outer).slots, client.deadlines.patience_s / 2
+        slots, silent_s = self.run_file.outer.slots, client.deadlines.patience_s / 2
         found = RunStart(start, slots, files, node, lambda: witnesses(node.trainers(), self.peer), silent_s)
         if files is not None:
             self.network.post(found.offer)

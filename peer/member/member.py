@@ -31,7 +31,6 @@ from shoal.peer.state_transfer.donor import StateDonor
 from shoal.peer.state_transfer.download import Report
 from shoal.peer.state_transfer.start import RunStart, StartState
 from shoal.peer.training.anchor import AnchorState
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.auditor import Auditor
 from shoal.swarm.averaging.averager import Averager
@@ -438,7 +437,7 @@ class LocalMember:
         ``needed_since``: returns the version of the oldest state that the records must lead on from, if any.
         """
         owner = RecordOwner(self.client.run_file.hash, self.client.coordinator_key)
-        vectors = 1 + outer_of(self.client.run_file.outer).slots
+        vectors = 1 + self.client.run_file.outer.slots
         self._keeper = RecordArchive(RoundRecords(folder, owner), self.endpoint, self._tasks, vectors, needed_since)
         await self._keeper.start()
         self._donor.folder = folder.with_name(_SPOOLS)

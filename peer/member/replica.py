@@ -31,7 +31,6 @@ from shoal.peer.training.algorithms import LocalWork, OwnLoop, local_work
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout, LeasedSamples
 from shoal.peer.training.divergence import Divergence
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import MasterWeights, ParameterVector, frozen_parameters
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.outcome import (
@@ -182,7 +181,6 @@ class TrainingReplica:
         self.round = 0
         self.recipe_config = setup.recipe_config
         self._run = run
-        self._outer = outer_of(run.outer)
         self._folder = folder
         self._applier = RoundApplier(run, self.vector.layout)
         self._network = network
@@ -247,7 +245,7 @@ class TrainingReplica:
         if self._checkpointer is not None:  # it may be reading what is going to be replaced
             self._checkpointer.wait_for_writing()
         own = self._candidates(is_first=not afresh)
-        shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
+        shape, folder = (1 + self._run.outer.slots, self.vector.elements), self._folder / "incoming"
         rounds_before, before = self._missed.rounds, self.state
         self._state = self._network.call(
             self._member.agreed_state(own, shape, folder, self._emit, self._missed, self._start), interruptible=True
@@ -519,7 +517,7 @@ class TrainingReplica:
 
     def _initial_state(self) -> AnchorState:
         vector = ParameterVector(self._build()) if self._build else self.vector
-        state = AnchorState.first(vector, self._outer.slots)
+        state = AnchorState.first(vector, self._run.outer.slots)
         pins = self._run.pins
         if pins is not None and pins.state not in (None, state.digest.hex()) and not self._warned_of_first_state:
             self._warned_of_first_state = True
@@ -544,7 +542,7 @@ class TrainingReplica:
 
     def _subject(self, stage: StageAbout | None) -> CheckpointSubject:
         client = self._member.client
-        layout, slots = self.vector.layout, self._outer.slots
+        layout, slots = self.vector.layout, self._run.outer.slots
         return CheckpointSubject(
             self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key, stage
         )

@@ -22,7 +22,6 @@ from shoal.peer.state_transfer.download import StateDownload
 from shoal.peer.state_transfer.partial_state import PartialState, WantedState
 from shoal.peer.state_transfer.start import RunStart
 from shoal.peer.training.anchor import AnchorState
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.client.observer import observe, observe_stages
@@ -174,7 +173,7 @@ async def observe_run(invite: Invite) -> AsyncIterator[LiveRun]:
         run = client.run_file
         if run.recipe.name == "own":
             raise RecipeError("this run has no recipe to name its parameters: export a member's checkpoint instead")
-        recipe, slots = load_recipe(run), outer_of(run.outer).slots
+        recipe, slots = load_recipe(run), run.outer.slots
         vectors, node = 1 + slots, client.node
         start = RunStart(run.start, slots, None, node, node.trainers, _FETCH_S) if run.start is not None else None
         if run.pipeline is None:

@@ -26,6 +26,10 @@ _CHUNKS_A_THREAD = 4  # starting a thread for less than 8 MiB costs more than it
 Piece = tuple[int, int, Tensor]
 """Start, stop and values of a range of a vector."""
 
+Change = Callable[[int, Tensor, Tensor], None]
+"""Is called with the start of a range, all rows of it, (1 + slots, k), which it changes, and the values, (k,), of a
+piece."""
+
 
 class OverwriteGuard(Protocol):
     """Reader of a state that is not done with it when the next step comes."""
@@ -194,12 +198,11 @@ class AnchorState:
 
     # The next version -----------------------------------------------------------------------------------------
 
-    def step(self, version: int, pieces: Iterable[Piece], change: Callable[[Tensor, Tensor], None]) -> AnchorState:
+    def step(self, version: int, pieces: Iterable[Piece], change: Change) -> AnchorState:
         """Overwrite the state by the next one, which is returned, range by range.
 
-        ``pieces``: consecutive ranges of a vector, (n,), that cover it; ``change`` is called with all rows of a range,
-        (1 + slots, k), which it changes, and the piece's values, (k,). When that fails, or the pieces end with an error
-        after the first, neither state is left: the memory has no state then."""
+        ``pieces``: consecutive ranges of a vector, (n,), that cover it. When ``change`` fails, or the pieces end with
+        an error after the first, neither state is left: the memory has no state then."""
         memory, hashes = self._memory, _ChunkHasher(self.shape)
         at = 0
         for start, stop, values in pieces:
@@ -212,7 +215,7 @@ class AnchorState:
                 guard.before_overwrite(start, stop)
             with memory.lock:
                 memory.intact_from = stop
-            change(memory.values[:, start:stop], values)
+            change(start, memory.values[:, start:stop], values)
             hashes.take_all(memory.values, stop)
             at = stop
         assert at == self.elements, "ranges that cover the vector"

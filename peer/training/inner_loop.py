@@ -1,5 +1,5 @@
 """Inner loop of recipes: batches to gradients in micro-batches that fit, under autocast, compiled where that is asked
-for, and the inner optimizer."""
+for."""
 
 from __future__ import annotations
 
@@ -11,53 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from shoal.peer.training.data import BatchShare
 from shoal.peer.training.device_streams import moved
-from shoal.peer.training.parameters import MasterWeights
-from shoal.swarm.errors import DeviceError
-from shoal.swarm.protocol.run_file import InnerSection
 
 log = logging.getLogger(__name__)
 
 _FIRST_SCALE = 2.0**16
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
-
-
-def make_inner(model: nn.Module, inner: InnerSection, masters: MasterWeights | None = None) -> Optimizer:
-    """Make the inner optimizer, of the masters if given: AdamW or SGD with momentum; weight decay spares vectors
-    (norms, biases)."""
-    trainable = [
-        parameter if masters is None else masters.of(parameter)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    groups = [
-        {"params": [one for one in trainable if one.dim() >= 2], "weight_decay": inner.weight_decay},
-        {"params": [one for one in trainable if one.dim() < 2], "weight_decay": 0.0},
-    ]
-    if inner.optimizer == "adamw" and inner.state == "int8":
-        return _adamw_in_int8(groups, inner)
-    if inner.optimizer == "adamw":
-        fused = True if all(one.device.type in ("cuda", "xpu") for one in trainable) else None
-        return AdamW(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps, fused=fused)
-    return SGD(groups, lr=inner.lr, momentum=inner.momentum)
-
-
-def _adamw_in_int8(groups: list[dict[str, Any]], inner: InnerSection) -> Optimizer:
-    """Make AdamW with moments in int8 (Dettmers et al. 2021, arXiv:2110.02861). Raises ``DeviceError`` without its
-    package."""
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except (ImportError, OSError, RuntimeError) as error:
-        raise DeviceError(
-            f"the run keeps AdamW's moments in int8 (inner.state), which needs a package: pip install 'shoal[lowmem]' "
-            f"({error})"
-        ) from error
-    made: Optimizer = AdamW8bit(groups, lr=inner.lr, betas=inner.betas, eps=inner.eps)
-    return made
 
 
 class LossScale:

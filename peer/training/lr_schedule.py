@@ -38,3 +38,22 @@ def lr_factor(schedule: ScheduleSection, total_tokens: int | None, tokens: int) 
     progress = min(1.0, (tokens - schedule.warmup_tokens) / decay_tokens) if decay_tokens > 0 else 1.0
     remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1.0 - progress
     return schedule.final_factor + (1.0 - schedule.final_factor) * remaining
+
+
+def round_lr_factor(run: RunFile, tokens_before: int, round_tokens: int) -> float:
+    """Return the factor on the outer learning rate of a ``virtual_batch`` round, the same on every machine.
+
+    ``tokens_before``: of the run when the round began; ``round_tokens``: that it has committed."""
+    # Rounded coarsely, so that no two mathematical libraries disagree.
+    factor = round(run_lr_factor(run, tokens_before) * 2**16) / 2**16
+    return factor * _batch_factor(run.schedule, round_tokens)
+
+
+def _batch_factor(schedule: ScheduleSection, round_tokens: int) -> float:
+    """Return the factor for the size of a round's batch: linear (Goyal et al. 2017, arXiv:1706.02677) or by its square
+    root (Krizhevsky 2014, arXiv:1404.5997; You et al. 2020, arXiv:1904.00962). Division and root are exactly
+    rounded."""
+    if schedule.reference_tokens is None:
+        return 1.0
+    ratio = round_tokens / schedule.reference_tokens
+    return math.sqrt(ratio) if schedule.scaling == "sqrt" else ratio

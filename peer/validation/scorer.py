@@ -124,7 +124,7 @@ class Scorer:
     def _outer_lr(self, verdict: Verdict) -> float:
         """Factor with which the outer optimizer's first step applies the mean of that round."""
         outer = amended(self._run, verdict.amended).outer
-        return 1.0 if outer.optimizer == "adamw" else outer.lr
+        return outer.lr if outer.optimizer in ("sgd", "nesterov") else 1.0
 
     def _some_of(self, indices: Indices) -> Indices:
         return indices if len(indices) <= _SAMPLES else np.array(self._rng.sample(list(indices), _SAMPLES))

@@ -176,20 +176,42 @@ class DataSection(Record):
         return source
 
 
+_MUON_MOMENTUM = 0.95
+
+_INNER_SETTINGS = {
+    "adamw": ("lr", "betas", "eps", "weight_decay", "state"),
+    "sgd": ("lr", "momentum", "weight_decay"),
+    "muon": ("lr", "momentum", "betas", "eps", "weight_decay"),
+    "adafactor": ("lr", "weight_decay"),
+}
+"""Settings of each inner optimizer; the others of ``[inner]`` are for all."""
+
+
 class InnerSection(Record):
     """``[inner]``: the local optimizer of ``diloco``; with ``virtual_batch`` only ``batch_samples`` is used."""
 
-    optimizer: Annotated[Literal["adamw", "sgd"], Field(description="the local optimizer of `diloco`")] = "adamw"
-    lr: Annotated[Rate, Field(description="its learning rate")] = 4e-4
-    betas: Annotated[Betas, Field(description="AdamW's decay rates of the moments")] = (0.9, 0.95)
-    momentum: Annotated[Fraction, Field(description="momentum of `sgd`")] = 0.0
-    eps: Annotated[float, Field(gt=0, description="AdamW's term against division by zero")] = 1e-8
+    optimizer: Annotated[
+        Literal["adamw", "sgd", "muon", "adafactor"],
+        Field(
+            description=(
+                "the local optimizer of `diloco`. `muon` is for matrices; embeddings, matrices of their shape and "
+                "vectors are stepped by AdamW; members need PyTorch 2.9. `adafactor` keeps next to no state"
+            )
+        ),
+    ] = "adamw"
+    lr: Annotated[
+        Rate, Field(description="its learning rate; that of `muon` is scaled to steps as large as AdamW's")
+    ] = 4e-4
+    betas: Annotated[Betas, Field(description="AdamW's decay rates of the moments, also beside `muon`")] = (0.9, 0.95)
+    momentum: Annotated[Fraction, Field(description="momentum of `sgd`, and of `muon`, with 0.95 by default")] = 0.0
+    eps: Annotated[float, Field(gt=0, description="AdamW's term against division by zero, also beside `muon`")] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=10, description="decoupled weight decay")] = 0.1
     state: Annotated[
         Literal["float32", "int8"],
         Field(
             description=(
-                "AdamW's moments; `int8`: in blocks of 256, a quarter of their memory; members need the extra `lowmem`"
+                "moments of `adamw`; `int8`: in blocks of 256, a quarter of their memory; members need the extra "
+                "`lowmem`"
             )
         ),
     ] = "float32"
@@ -212,12 +234,27 @@ class InnerSection(Record):
         Field(description="compile the model by `torch.compile`; machines without a compiler train without"),
     ] = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_momentum(cls, content: Any) -> Any:
+        is_muon = isinstance(content, dict) and content.get("optimizer") == "muon"
+        return {"momentum": _MUON_MOMENTUM, **content} if is_muon else content
+
     @property
     def state_values(self) -> float:
-        """Float32 values that the inner optimizer's state takes for each parameter."""
-        if self.optimizer == "sgd":
-            return float(self.momentum > 0)
-        return {"float32": 2.0, "int8": 2 * (1 / 4 + 1 / 256)}[self.state]
+        """Most float32 values that the inner optimizer's state takes for each parameter.
+
+        Muon keeps one for a matrix, and AdamW beside it two; how many there are of each is the model's. Adafactor keeps
+        one for a row and one for a column: so many where both are 128 long."""
+        match self.optimizer:
+            case "adamw":
+                return {"float32": 2.0, "int8": 2 * (1 / 4 + 1 / 256)}[self.state]
+            case "sgd":
+                return float(self.momentum > 0)
+            case "muon":
+                return 2.0
+            case "adafactor":
+                return 2 / 128
 
 
 class ScheduleSection(Record):
@@ -234,12 +271,36 @@ class ScheduleSection(Record):
     ] = "constant"
     warmup_tokens: Annotated[int, Field(ge=0, le=2**62, description="tokens of a linear warm-up from 0")] = 0
     final_factor: Annotated[float, Field(ge=0, le=1, description="factor at the end of `cosine` and `linear`")] = 0.1
+    scaling: Annotated[
+        Literal["none", "linear", "sqrt"],
+        Field(
+            description=(
+                "for `virtual_batch`: the learning rate of a round also grows with the tokens that it has committed, "
+                "by their ratio to `reference_tokens` or its square root; for rounds that close early "
+                "(`round.max_s`) or whose `round.tokens` is amended"
+            )
+        ),
+    ] = "none"
+    reference_tokens: Annotated[
+        PositiveInt | None, Field(description="tokens of a round for which `outer.lr` is right; needed by `scaling`")
+    ] = None
+
+    @model_validator(mode="after")
+    def _scaled_to_something(self) -> ScheduleSection:
+        if (self.scaling == "none") != (self.reference_tokens is None):
+            raise ValueError(
+                'scaling and reference_tokens need each other: scaling = "sqrt" or "linear", and the tokens of a round '
+                "for which outer.lr is right"
+            )
+        return self
 
 
 _OUTER_SETTINGS = {
-    "nesterov": ("optimizer", "lr", "momentum"),
-    "sgd": ("optimizer", "lr"),
-    "adamw": ("optimizer", "lr", "betas", "eps", "weight_decay"),
+    "nesterov": ("lr", "momentum"),
+    "sgd": ("lr",),
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "lamb": ("lr", "betas", "eps", "weight_decay"),
+    "lars": ("lr", "momentum", "weight_decay", "trust_coefficient"),
 }
 
 
@@ -247,18 +308,34 @@ class OuterSection(Record):
     """``[outer]``: the optimizer that computes the next anchor from the mean contribution."""
 
     optimizer: Annotated[
-        Literal["nesterov", "sgd", "adamw"], Field(description="computes the next anchor from the mean contribution")
+        Literal["nesterov", "sgd", "adamw", "lamb", "lars"],
+        Field(
+            description=(
+                "computes the next anchor from the mean contribution. `lamb` and `lars`, for `virtual_batch` with "
+                "large rounds, step each matrix by its own norm"
+            )
+        ),
     ] = "nesterov"
     lr: Annotated[Rate, Field(description="its learning rate")] = 0.7
-    momentum: Annotated[Fraction, Field(description="momentum of `nesterov`")] = 0.9
-    betas: Annotated[Betas, Field(description="AdamW's decay rates of the moments")] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0, description="AdamW's term against division by zero")] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0, le=10, description="decoupled weight decay of `adamw`")] = 0.0
+    momentum: Annotated[Fraction, Field(description="momentum of `nesterov` and `lars`")] = 0.9
+    betas: Annotated[Betas, Field(description="decay rates of the moments, of `adamw` and `lamb`")] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0, description="term against division by zero, of `adamw` and `lamb`")] = 1e-8
+    weight_decay: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=10,
+            description="decoupled weight decay of `adamw`, and of matrices with `lamb`; with `lars` in the gradient",
+        ),
+    ] = 0.0
+    trust_coefficient: Annotated[
+        float, Field(gt=0, le=1e6, description="factor of `lars` on the ratio of a matrix's norm to its gradient's")
+    ] = 0.001
 
     @property
     def slots(self) -> int:
         """Number of float32 values that the outer optimizer keeps for each parameter."""
-        return {"sgd": 0, "nesterov": 1, "adamw": 2}[self.optimizer]
+        return {"sgd": 0, "nesterov": 1, "lars": 1, "adamw": 2, "lamb": 2}[self.optimizer]
 
 
 _MAX_ROBUST_GROUP = 128
@@ -667,6 +744,11 @@ class RunFile(Record):
             )
         if self.schedule.kind != "constant" and self.run.tokens is None:
             raise ValueError(f"schedule.kind = {self.schedule.kind!r} needs run.tokens, at which it ends")
+        if self.schedule.scaling != "none" and self.algorithm != "virtual_batch":
+            raise ValueError(
+                f'schedule.scaling = "{self.schedule.scaling}" needs algorithm = "virtual_batch", whose rounds are the '
+                "batches that a learning rate is scaled by"
+            )
         if self.pipeline is not None and self.algorithm != "virtual_batch":
             raise ValueError(
                 f'[pipeline] needs algorithm = "virtual_batch", not {self.algorithm!r}: with local optimizers, the '
@@ -743,24 +825,26 @@ def unused_inner_settings(run: RunFile, *, own_loop: bool) -> list[str]:
     """Return the settings of ``[inner]`` that the run file has and that do nothing in this run.
 
     ``own_loop``: members bring a training loop of their own, with its optimizer, clipping and precision."""
+    if not own_loop and run.algorithm != "virtual_batch":
+        return []
     unused = run.inner.model_fields_set - {"batch_samples"}
     if not own_loop:
         unused -= {"precision", "compile"}
-        if run.algorithm != "virtual_batch":
-            unused &= {"momentum"} if run.inner.optimizer == "adamw" else {"betas", "eps", "state"}
     return [f"inner.{name}" for name in InnerSection.model_fields if name in unused]
 
 
-def _check_outer(outer: OuterSection, where: str) -> None:
-    """Refuse settings of another outer optimizer than the named one. Raises ``RunFileError``."""
-    used = _OUTER_SETTINGS[outer.optimizer]
-    unused = [name for name in OuterSection.model_fields if name in outer.model_fields_set - set(used)]
-    if "momentum" in unused and outer.momentum == 0:
+def _check_optimizer(section: InnerSection | OuterSection, which: str, where: str) -> None:
+    """Refuse settings of another optimizer than the named one. Raises ``RunFileError``."""
+    settings: dict[str, tuple[str, ...]] = _INNER_SETTINGS if which == "inner" else _OUTER_SETTINGS
+    used, others = settings[section.optimizer], {one for names in settings.values() for one in names}
+    has = section.model_fields_set & others
+    unused = [name for name in type(section).model_fields if name in has - set(used)]
+    if "momentum" in unused and section.momentum == 0:
         unused.remove("momentum")  # as the optimizer does
     if unused:
         raise RunFileError(
-            f"{where}: {', '.join(f'outer.{name}' for name in unused)}: no setting of the outer optimizer "
-            f"{outer.optimizer!r}, which has {' and '.join(used[1:])}: leave it out or name another outer.optimizer"
+            f"{where}: {', '.join(f'{which}.{name}' for name in unused)}: no setting of the {which} optimizer "
+            f"{section.optimizer!r}, which has {' and '.join(used)}: leave it out or name another {which}.optimizer"
         )
 
 
@@ -780,7 +864,9 @@ def parse_run_file(text: str, where: str = "run file") -> RunFile:
         raise RunFileError(f"{where}: " + "; ".join(field_errors(error, RunFile))) from error
     except (ValueError, RecursionError) as error:  # numbers with thousands of digits, arrays with thousands of levels
         raise RunFileError(f"{where}: not valid TOML: {error}") from error
-    _check_outer(run.outer, where)
+    _check_optimizer(run.outer, "outer", where)
+    if run.algorithm != "virtual_batch":  # which has no inner optimizer
+        _check_optimizer(run.inner, "inner", where)
     return run
 
 

@@ -14,7 +14,7 @@ from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp
 from shoal.peer.history.record_archive import RecordArchive
 from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
 from shoal.peer.training.anchor import AnchorState
-from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.outer_optimizer import make_outer
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcome import Committed, RoundOutcome
 from shoal.swarm.coordinator.events import VerdictGiven
@@ -31,7 +31,7 @@ class StatefulMember(SimMember):
 
     def __init__(self, swarm: Swarm, number: int, latency_s: float) -> None:
         super().__init__(swarm, number, latency_s)
-        self.outer = outer_of(swarm.coordinator.run.outer)
+        self.outer = make_outer(swarm.coordinator.run.outer)
         self.initial = AnchorState.make(torch.zeros(self.elements), torch.zeros(self.outer.slots, self.elements), 0)
         self.state = self.initial
         self.states = [self.initial]
@@ -42,7 +42,7 @@ class StatefulMember(SimMember):
 
     async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
         run = self.client.run_file
-        self.steps = RoundApplier(run, [TensorSpec(name="w", shape=(self.elements,))])
+        self.steps = RoundApplier(run, [TensorSpec(name="w", shape=(1, self.elements))])
         records = RoundRecords(self.folder / self.peer / RECORDS, RecordOwner(run.hash, self.client.coordinator_key))
         self.keeper = RecordArchive(records, self.endpoint, tasks, 0, lambda: None)
         await self.keeper.start()

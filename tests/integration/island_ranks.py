@@ -18,7 +18,8 @@ from shoal.peer.island.ranks import FollowingSession, IslandLead
 from shoal.peer.island.spreading import spread_model
 from shoal.peer.recipes import find_recipe
 from shoal.peer.training.algorithms import LocalWork, local_work
-from shoal.peer.training.inner_loop import InnerLoop, make_inner
+from shoal.peer.training.inner_loop import InnerLoop
+from shoal.peer.training.inner_optimizer import make_inner
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.protocol.run_file import DataSection, RunFile, parse_run_file
 

@@ -142,7 +142,7 @@ def test_rounds_that_were_applied_before_an_error_count() -> None:
         if state.version == 3:
             return state_of(5)
         mean = torch.ones(state.elements)
-        state.step(3, [(0, state.elements, mean)], lambda values, piece: values[0].add_(piece))
+        state.step(3, [(0, state.elements, mean)], lambda _, values, piece: values[0].add_(piece))
         raise LinkError("the next round is not to be had now")
 
     async def fetch(wanted: Any) -> AnchorState:

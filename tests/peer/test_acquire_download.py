@@ -32,7 +32,7 @@ def stepped(state: AnchorState, version: int) -> AnchorState:
     """The state of a later version, in the same memory."""
     while state.version < version:
         mean = TensorMean(torch.ones(SHAPE[1]), 2**17)
-        state = state.step(state.version + 1, mean.pieces(), lambda values, piece: values.add_(piece))
+        state = state.step(state.version + 1, mean.pieces(), lambda _, values, piece: values.add_(piece))
     return state
 
 

@@ -16,16 +16,20 @@ from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import RunAmended, RunChanged
 from shoal.swarm.protocol.amendments import amended, changes_at
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
-from shoal.swarm.protocol.types import Amendment, Changes
+from shoal.swarm.protocol.types import Amendment, Changes, TensorSpec
 
 TEXT = '[run]\nname = "x"\nrounds = 9\n[recipe]\nname = "gpt"\n[inner]\nlr = 0.5\n[round]\ntokens = 100\n'
 RUN = parse_run_file(TEXT)
 
 
-def step(run: RunFile, changes: Changes) -> torch.Tensor:
-    state = AnchorState.make(torch.arange(6.0), torch.full((1, 6), 0.25), 3)
-    verdict = verdict_chain(1)[-1].model_copy(update={"anchor_version": 4, "amended": changes})
-    return next_state(state, TensorMean(torch.full((6,), 0.5)), verdict, run).values
+LAYOUT = [TensorSpec(name="w", shape=(2, 2)), TensorSpec(name="b", shape=(2,))]
+
+
+def step(run: RunFile, changes: Changes, tokens: int = 100) -> torch.Tensor:
+    state = AnchorState.make(torch.arange(6.0), torch.full((run.outer.slots, 6), 0.25), 3)
+    changed = {"anchor_version": 4, "amended": changes, "tokens": tokens, "tokens_total": tokens}
+    verdict = verdict_chain(1)[-1].model_copy(update=changed)
+    return next_state(state, TensorMean(torch.full((6,), 0.5)), verdict, run, LAYOUT).values
 
 
 def test_a_round_s_step_is_by_the_settings_in_its_verdict() -> None:
@@ -33,6 +37,24 @@ def test_a_round_s_step_is_by_the_settings_in_its_verdict() -> None:
     plain, halved = step(RUN, ()), step(RUN, (("outer.lr", "0.35"),))
     assert torch.equal(halved, step(parse_run_file(TEXT + "[outer]\nlr = 0.35\n"), ()))
     assert not torch.equal(plain[0], halved[0])
+
+
+def test_a_round_of_more_tokens_is_a_larger_step_where_the_run_says_so() -> None:
+    """By the tokens in the verdict, which is signed: nobody counts anything."""
+    scaled = TEXT + '[outer]\noptimizer = "lars"\n[schedule]\nscaling = "sqrt"\nreference_tokens = 100\n'
+    run = parse_run_file('algorithm = "virtual_batch"\n' + scaled.replace("[inner]\nlr = 0.5\n", ""))
+    once, doubled = step(run, ()), step(run, (), tokens=400)
+    buffer = 0.9 * 0.25
+    torch.testing.assert_close(doubled[1] - buffer, 2 * (once[1] - buffer))
+
+
+def test_a_step_by_layers_has_a_rate_for_each() -> None:
+    run = parse_run_file('algorithm = "virtual_batch"\n' + TEXT + '[outer]\noptimizer = "lars"\nlr = 1.0\n')
+    after = step(run, ())
+    local = 0.001 * float(torch.arange(4.0).norm() / torch.full((4,), 0.5).norm())
+    expected = torch.tensor([local * 0.5] * 4 + [0.5] * 2) + 0.9 * 0.25
+    torch.testing.assert_close(after[1], expected)
+    torch.testing.assert_close(after[0], torch.arange(6.0) - expected)
 
 
 def test_a_host_cannot_put_just_anything_into_a_verdict() -> None:

@@ -73,6 +73,21 @@ async def cut_off_for(rounds: int, run: Swarm, members: list[StatefulMember]) ->
     return late
 
 
+@pytest.mark.parametrize("outer", ["lamb", "lars"])
+def test_steps_by_layers_are_the_same_for_members_and_for_who_catches_up(tmp_path: Path, outer: str) -> None:
+    async def main() -> None:
+        toml = run_toml(2 * SAMPLES, "int8") + f'[outer]\noptimizer = "{outer}"\nweight_decay = 0.1\n'
+        async with stateful_swarm(tmp_path, 3, toml, ELEMENTS) as (run, members):
+            late = await cut_off_for(2, run, members)
+            assert (await late.missed(late.state.copy())).digest == members[0].digest
+            assert late.missed.rounds == 2
+            changed_by = members[0].state.anchor - late.initial.anchor
+            assert bool(torch.isfinite(changed_by).all())
+            assert float(changed_by.norm()) > 0
+
+    run_virtual(main())
+
+
 def test_caught_up_rounds_are_recorded_and_lead_from_the_start_to_the_same_state(tmp_path: Path) -> None:
     async def main() -> None:
         async with stateful_swarm(tmp_path, 3, run_toml(2 * SAMPLES, "int8"), ELEMENTS) as (run, members):

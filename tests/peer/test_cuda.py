@@ -24,7 +24,8 @@ from shoal.peer.training.device import (
     free_bytes,
 )
 from shoal.peer.training.device_streams import streams_of
-from shoal.peer.training.inner_loop import InnerLoop, LossScale, make_inner
+from shoal.peer.training.inner_loop import InnerLoop, LossScale
+from shoal.peer.training.inner_optimizer import make_inner
 from shoal.peer.training.layers import layered_from_sequential
 from shoal.peer.training.parameters import ParameterVector
 from shoal.peer.training.step_memory import plan_micro_batch

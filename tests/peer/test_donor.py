@@ -42,7 +42,7 @@ def in_chunks(state: AnchorState) -> bytes:
 def next_of(state: AnchorState, version: int | None = None) -> AnchorState:
     """The state of the next round, in the memory of this one, which is overwritten in pieces: one more everywhere."""
     mean = TensorMean(torch.ones(state.elements), 100_003)
-    return state.step(version or state.version + 1, mean.pieces(), lambda values, piece: values.add_(piece))
+    return state.step(version or state.version + 1, mean.pieces(), lambda _, values, piece: values.add_(piece))
 
 
 class Shelf:
@@ -193,7 +193,7 @@ def test_a_read_during_a_step_is_of_one_version(tmp_path: Path) -> None:
         expected, source = state.values.clone(), shelf.source(0)
         wrong, reads, done = [], 0, False
 
-        def change(values: Tensor, piece: Tensor) -> None:
+        def change(start: int, values: Tensor, piece: Tensor) -> None:
             values[0].add_(piece)
             time.sleep(0.002)
             values[1].add_(piece)

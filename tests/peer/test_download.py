@@ -361,7 +361,7 @@ def test_the_run_moves_on_meanwhile(tmp_path: Path) -> None:
             for version in range(4, 12):
                 await asyncio.sleep(0.8)
                 mean = TensorMean(torch.ones(SIZE), 10**6)
-                state = state.step(version, mean.pieces(), lambda values, piece: values.add_(piece))
+                state = state.step(version, mean.pieces(), lambda _, values, piece: values.add_(piece))
                 joiner.donors["a"].offer(state)
             assert not fetching.done()
             assert joiner.donors["a"].versions == (3, 11)

@@ -370,7 +370,7 @@ def test_the_state_is_written_as_it_was_although_the_next_round_overwrites_it(tm
     state = life.replica.state
     assert state is not None
     before = state.values.clone()
-    state.step(2, [(0, state.elements, torch.ones(state.elements))], lambda rows, mean: rows.add_(mean))
+    state.step(2, [(0, state.elements, torch.ones(state.elements))], lambda _, rows, mean: rows.add_(mean))
     assert not torch.equal(state.current.values, before)  # type: ignore[union-attr]
     network.finish()
     found = life.store.load_newest()

@@ -52,7 +52,7 @@ def test_more_peers_have_smaller_parts() -> None:
     assert values(run_file(), peers=4)["loss of encoding the means of our part"] == 0.25
 
 
-@pytest.mark.parametrize(("optimizer", "slots"), [("sgd", 0), ("nesterov", 1), ("adamw", 2)])
+@pytest.mark.parametrize(("optimizer", "slots"), [("sgd", 0), ("nesterov", 1), ("adamw", 2), ("lars", 1), ("lamb", 2)])
 def test_outer_optimizers_keep_what_they_keep(optimizer: str, slots: int) -> None:
     found = values(run_file(sections=f'[outer]\noptimizer = "{optimizer}"'))
     assert found["outer optimizer"] == slots
@@ -65,6 +65,8 @@ def test_outer_optimizers_keep_what_they_keep(optimizer: str, slots: int) -> Non
         ('state = "int8"', 65 / 128),
         ('optimizer = "sgd"', 0),
         ('optimizer = "sgd"\nmomentum = 0.9', 1),
+        ('optimizer = "muon"', 2),
+        ('optimizer = "adafactor"', 1 / 64),
     ],
 )
 def test_inner_optimizers_keep_what_they_keep(inner: str, slots: int) -> None:

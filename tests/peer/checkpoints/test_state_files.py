@@ -119,7 +119,7 @@ def stepping(state: AnchorState, files: StateFiles) -> Iterator[list[AnchorState
     assert state.add_guard(files)
     made: list[AnchorState] = []
     pieces = [(at, at + 1, torch.ones(1)) for at in range(state.elements)]
-    thread = threading.Thread(target=lambda: made.append(state.step(9, pieces, lambda rows, mean: rows.add_(mean))))
+    thread = threading.Thread(target=lambda: made.append(state.step(9, pieces, lambda _, rows, mean: rows.add_(mean))))
     thread.start()
     yield made
     thread.join()

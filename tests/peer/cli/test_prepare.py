@@ -14,7 +14,6 @@ from shoal.peer.cli.host import pinned_run_file, say_pins
 from shoal.peer.cli.prepare import pins_of, prepare, with_pins
 from shoal.peer.recipes import load_recipe
 from shoal.peer.training.anchor import AnchorState
-from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import CorpusError, DeviceError, RecipeError, RunFileError
 from shoal.swarm.protocol.pins import layout_digest
@@ -55,7 +54,7 @@ def test_pins_are_what_a_member_brings(
     vector = ParameterVector(recipe.build_model(3))
     told: list[object] = []
     pins = pins_of(run, told.append, [tmp_path])
-    state = AnchorState.make(whole_vector(vector), torch.zeros(outer_of(run.outer).slots, vector.elements), 0)
+    state = AnchorState.make(whole_vector(vector), torch.zeros(run.outer.slots, vector.elements), 0)
     assert pins.state == state.digest.hex()
     assert (pins.layout, pins.elements) == (layout_digest(vector.layout), vector.elements)
     assert (pins.tokens_per_sample, pins.samples) == (16, len(recipe.training_data()))

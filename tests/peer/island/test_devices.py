@@ -48,6 +48,9 @@ def test_pipelines_and_other_roles_are_refused() -> None:
     staged = parse_run_file(run_toml(rounds=1, algorithm="virtual_batch") + "[pipeline]\nmicro_batch = 2\n")
     with pytest.raises(DeviceError, match="pipeline"):
         check_island_can_train(staged, "trainer")
+    undivided = parse_run_file(run_toml(rounds=1).replace("[inner]", '[inner]\noptimizer = "adafactor"'))
+    with pytest.raises(DeviceError, match="Adafactor"):
+        check_island_can_train(undivided, "trainer")
 
 
 def test_the_memory_of_a_machine_is_counted_once() -> None:

@@ -27,7 +27,7 @@ from shoal.peer.training.outer_optimizer import make_outer
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync, RoundOffer, RoundOutcome
 from shoal.swarm.errors import Diverged, NotAdmitted
 from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.run_file import OuterSection, parse_run_file
 from shoal.swarm.protocol.types import DivergenceWord, KeptState
 
 MEAN = torch.tensor([0.5, -0.25, 0.125, 1.0])
@@ -227,7 +227,7 @@ def test_the_anchor_is_the_outer_step_and_the_work_since_goes_along(side: Side) 
     side.train()
     work = at_offer - side.local
     assert side.ends(committed())
-    outer = make_outer("nesterov", lr=0.7, momentum=0.9, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    outer = make_outer(OuterSection())
     values = torch.stack([before, torch.zeros(4)])
     outer.step_(values, MEAN, 0, 1.0)
     expected = values[0]

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from blake3 import blake3
 from tests.fakes.outer_steps import TensorMean
 from torch import Tensor
 
-from shoal.peer.training.anchor import AnchorState, state_digest
+from shoal.peer.training.anchor import AnchorState, Change, state_digest
 
 SIZE = 300_000
 """Elements: the state below takes three chunks, the last one short."""
@@ -72,11 +72,11 @@ def test_any_number_of_threads_gives_the_same_digest(threads: int) -> None:
 # The next version -----------------------------------------------------------------------------------------------
 
 
-def add(values: Tensor, piece: Tensor) -> None:
+def add(start: int, values: Tensor, piece: Tensor) -> None:
     values.add_(piece)
 
 
-def stepped(state: AnchorState, piece: int, change: Callable[[Tensor, Tensor], None] = add) -> AnchorState:
+def stepped(state: AnchorState, piece: int, change: Change = add) -> AnchorState:
     mean = TensorMean(torch.ones(state.elements), piece)
     return state.step(state.version + 1, mean.pieces(), change)
 
@@ -114,7 +114,7 @@ def test_what_is_read_during_a_step_is_of_one_version() -> None:
     state, seen = make_state(size=1000), []
     before = state.values.clone()
 
-    def change(values: Tensor, piece: Tensor) -> None:
+    def change(start: int, values: Tensor, piece: Tensor) -> None:
         values.add_(piece)
         first = 100 * len(seen)
         found = [state.read(start, start + 100) for start in range(0, 1000, 100)]

@@ -1,21 +1,15 @@
 """Tests of training/inner_loop: the loss scale of float16, compiled models, and the inner optimizer."""
 
-import sys
 from functools import partial
 from typing import Literal
 
 import pytest
 import torch
-from tests.peer.checkpoints.making import MemorySource
 from torch import Tensor, nn
 
-from shoal.compression.range_reader import whole_vector
-from shoal.peer.checkpoints.local_state import LocalStateContent, SavedLocalState, local_state_tree
 from shoal.peer.training.device import autocast
-from shoal.peer.training.inner_loop import InnerLoop, LossScale, compiled, make_inner
+from shoal.peer.training.inner_loop import InnerLoop, LossScale, compiled
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.errors import DeviceError
-from shoal.swarm.protocol.run_file import InnerSection
 
 CPU = torch.device("cpu")
 STATES: tuple[Literal["float32", "int8"], ...] = ("float32", "int8")
@@ -96,45 +90,6 @@ def test_a_model_that_has_diverged_goes_on_with_the_usual_scale() -> None:
 def test_a_scale_needs_no_gradients() -> None:
     model = make_model()
     assert LossScale(model.parameters()).unscale()
-
-
-# The inner optimizer ---------------------------------------------------------------------------------------
-
-
-def test_moments_in_int8_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(DeviceError, match=r"pip install 'shoal\[lowmem\]'"):
-        make_inner(make_model(), InnerSection(state="int8"))
-
-
-def test_moments_in_int8_step_nearly_as_in_float32_and_are_in_checkpoints() -> None:
-    pytest.importorskip("bitsandbytes")
-    models = [nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 1)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    before = whole_vector(ParameterVector(models[0]))
-    optimizers = [
-        make_inner(one, InnerSection(lr=1e-3, state=state)) for one, state in zip(models, STATES, strict=True)
-    ]
-    given = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-    for _ in range(10):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            mean_of_squares(model, given).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-    exact, found = (whole_vector(ParameterVector(one)) for one in models)
-    assert float((found - exact).norm() / (exact - before).norm()) < 0.1
-    state = optimizers[1].state[models[1][0].weight]
-    taken = sum(state[name].nbytes for name in ("state1", "state2", "absmax1", "absmax2"))
-    assert taken == 4 * InnerSection(state="int8").state_values * models[1][0].weight.numel()
-    content = LocalStateContent.of(local_state_tree(optimizers[1], models[1]))
-    saved = SavedLocalState(MemorySource({"peer.safetensors": b"".join(map(bytes, content.pieces()))}))
-    again = make_inner(models[1], InnerSection(state="int8"))
-    saved.restore(again, models[1])
-    restored = again.state[models[1][0].weight]
-    assert torch.equal(restored["state1"], state["state1"])
-    assert torch.equal(restored["absmax2"], state["absmax2"])
-    mean_of_squares(models[1], given).backward()  # type: ignore[no-untyped-call]
-    again.step()
 
 
 # Compiled models --------------------------------------------------------------------------------------------

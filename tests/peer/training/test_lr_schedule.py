@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.peer.training.lr_schedule import WARMUP_START, lr_factor
-from shoal.swarm.protocol.run_file import ScheduleSection
+from shoal.peer.training.lr_schedule import WARMUP_START, lr_factor, round_lr_factor
+from shoal.swarm.protocol.run_file import ScheduleSection, parse_run_file
 
 
 def test_warms_up_linearly_from_a_small_positive_factor() -> None:
@@ -63,3 +63,28 @@ def test_stays_in_range_and_turns_only_once(
             assert low <= high
         elif before >= warmup:
             assert low >= high - 1e-12
+
+
+BATCH = """
+algorithm = "virtual_batch"
+run = { name = "x", tokens = 10_000 }
+recipe = { name = "gpt" }
+round = { tokens = 400 }
+schedule = { kind = "cosine", warmup_tokens = 1000, scaling = "%s", reference_tokens = 100 }
+"""
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
+def test_a_round_is_scaled_by_the_tokens_that_it_has_committed(scaling: str, factor: float) -> None:
+    run = parse_run_file(BATCH % scaling)
+    assert round_lr_factor(run, 1000, 400) == factor
+    assert round_lr_factor(run, 1000, 100) == 1.0
+    assert round_lr_factor(run, 500, 400) == factor * round_lr_factor(run, 500, 100) < factor
+    assert round_lr_factor(run, 1000, 200) == pytest.approx(factor**0.5)
+
+
+def test_a_round_s_factor_is_coarse_enough_for_every_machine() -> None:
+    run = parse_run_file(BATCH.replace('scaling = "%s", reference_tokens = 100', "final_factor = 0.1"))
+    factor = round_lr_factor(run, 4321, 400)
+    assert factor == pytest.approx(lr_factor(run.schedule, 10_000, 4321), abs=2**-16)
+    assert factor * 2**16 == int(factor * 2**16)

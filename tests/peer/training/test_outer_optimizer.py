@@ -13,15 +13,29 @@ from tests.fakes.outer_steps import stepped
 from torch import Tensor
 
 from shoal.peer.training import outer_optimizer
-from shoal.peer.training.outer_optimizer import SGD, AdamW, Nesterov, OuterOptimizer, f32, make_outer
+from shoal.peer.training.outer_optimizer import (
+    LAMB,
+    LARS,
+    SGD,
+    AdamW,
+    Nesterov,
+    OuterOptimizer,
+    OuterStep,
+    f32,
+    make_outer,
+)
+from shoal.swarm.protocol.run_file import OuterSection
+from shoal.swarm.protocol.types import TensorSpec
 
-LR, MOMENTUM, BETAS, EPS, DECAY = 0.7, 0.9, (0.9, 0.95), 1e-8, 0.1
-NAMES = ["nesterov", "sgd", "adamw"]
+LR, MOMENTUM, BETAS, EPS, DECAY, TRUST = 0.7, 0.9, (0.9, 0.95), 1e-8, 0.1, 0.01
+ELEMENTWISE, LAYERWISE = ["nesterov", "sgd", "adamw"], ["lamb", "lars"]
+NAMES = ELEMENTWISE + LAYERWISE
 every_outer = pytest.mark.parametrize("name", NAMES)
 
 
-def make(name: str, lr: float = LR) -> OuterOptimizer:
-    return make_outer(name, lr=lr, momentum=MOMENTUM, betas=BETAS, eps=EPS, weight_decay=DECAY)
+def make(name: str, **settings: Any) -> OuterOptimizer:
+    usual = {"lr": LR, "momentum": MOMENTUM, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+    return make_outer(OuterSection(optimizer=name, **usual | {"trust_coefficient": TRUST} | settings))  # type: ignore[arg-type]
 
 
 def noise(seed: int, n: int) -> Tensor:
@@ -50,7 +64,7 @@ TORCH: dict[str, Callable[[list[Tensor]], Any]] = {
 }
 
 
-@every_outer
+@pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_matches_torch_over_20_steps(name: str, scheduled: bool) -> None:
     n = 1000
@@ -67,6 +81,11 @@ def test_matches_torch_over_20_steps(name: str, scheduled: bool) -> None:
     torch.testing.assert_close(ours.double(), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
+def norm(x: Any) -> float:
+    """The norm from the exact sum of squares, to within the last bits of float64."""
+    return math.sqrt(math.fsum((x.astype(np.float64) ** 2).tolist()))
+
+
 def numpy_step(name: str, anchor: Any, state: Any, mean: Any, version: int, factor: float) -> tuple[Any, Any]:
     """The same formulas in NumPy, whose float32 operations round once each."""
     s = np.float32
@@ -75,10 +94,18 @@ def numpy_step(name: str, anchor: Any, state: Any, mean: Any, version: int, fact
     if name == "nesterov":
         buffer = state[0] * s(MOMENTUM) + mean
         return anchor - (buffer * s(MOMENTUM) + mean) * s(LR * factor), np.stack([buffer])
+    if name == "lars":
+        own, its = norm(anchor), norm(mean)
+        lr = s(LR * factor * (TRUST * own / (its + DECAY * own)))
+        buffer = state[0] * s(MOMENTUM) + (anchor * s(DECAY) + mean) * lr
+        return anchor - buffer, np.stack([buffer])
     lr, t = LR * factor, version + 1
     first = state[0] * s(BETAS[0]) + mean * s(1 - BETAS[0])
     second = state[1] * s(BETAS[1]) + mean * mean * s(1 - BETAS[1])
     denominator = np.sqrt(second) * s(1 / math.sqrt(1 - BETAS[1] ** t)) + s(EPS)
+    if name == "lamb":
+        direction = first * s(1 / (1 - BETAS[0] ** t)) / denominator + anchor * s(DECAY)
+        return anchor - direction * s(lr * (norm(anchor) / norm(direction))), np.stack([first, second])
     change = first * s(lr / (1 - BETAS[0] ** t)) / denominator
     return anchor * s(1 - lr * DECAY) - change, np.stack([first, second])
 
@@ -118,7 +145,7 @@ def test_slices_make_no_difference(name: str, size: int, monkeypatch: pytest.Mon
         assert torch.equal(bits(a), bits(b))
 
 
-@every_outer
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_vectors_larger_than_a_slice(name: str) -> None:
     n = outer_optimizer._SLICE + 5
     outer, anchor, mean = make(name), noise(0, n), noise(1, n)
@@ -132,9 +159,9 @@ def test_vectors_larger_than_a_slice(name: str) -> None:
 def test_ranges_stepped_one_by_one_have_the_bits_of_the_formula(name: str, size: int) -> None:
     n, outer = 200_000, make(name)
     anchor, state, mean = noise(0, n), noise(1, outer.slots * n).abs().view(outer.slots, n), noise(2, n)
-    values, mean_was = torch.cat([anchor.unsqueeze(0), state]), mean.clone()
-    for start in range(0, n, size):
-        outer.step_(values[:, start : start + size], mean[start : start + size], 3, 0.5)
+    mean_was = mean.clone()
+    after = stepped(outer, anchor, state, mean, 3, 0.5, piece=size)
+    values = torch.cat([after[0].unsqueeze(0), after[1]])
     expected_anchor, expected_state = numpy_step(name, anchor.numpy(), state.numpy(), mean.numpy(), 3, 0.5)
     assert torch.equal(bits(values[0]), bits(torch.from_numpy(expected_anchor)))
     assert torch.equal(bits(values[1:]), bits(torch.from_numpy(expected_state)))
@@ -150,7 +177,8 @@ def test_empty_vector(name: str) -> None:
 
 
 def test_slots() -> None:
-    assert [make(name).slots for name in NAMES] == [1, 0, 2]
+    assert [make(name).slots for name in NAMES] == [1, 0, 2, 2, 1]
+    assert all(make(name).slots == OuterSection(optimizer=name).slots for name in NAMES)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
@@ -175,11 +203,6 @@ def test_power(base: float, exponent: int) -> None:
     assert outer_optimizer._power(base, exponent) == pytest.approx(base**exponent, rel=1e-11, abs=1e-300)
 
 
-def test_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'lion'.*nesterov, sgd, adamw"):
-        make("lion")
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -191,8 +214,119 @@ def test_unknown_name_is_refused_with_the_known_ones() -> None:
         lambda: AdamW(1.0, (0.9,), 1e-8, 0.0),
         lambda: AdamW(1.0, BETAS, 1e-60, 0.0),
         lambda: AdamW(1.0, BETAS, 1e-8, -1.0),
+        lambda: LAMB(1.0, (0.9, 1.0), 1e-8, 0.0),
+        lambda: LARS(1.0, 0.9, 0.0, 0.0),
+        lambda: LARS(1.0, 1.0, 0.0, 0.001),
     ],
 )
 def test_settings_out_of_range_are_refused(build: Callable[[], OuterOptimizer]) -> None:
     with pytest.raises(ValueError, match=r"must be|are two"):
         build()
+
+
+# Layer-wise optimizers ----------------------------------------------------------------------------------------
+
+LAYOUT = [
+    TensorSpec(name="embedding", shape=(300, 40)),
+    TensorSpec(name="gain", shape=(40,)),
+    TensorSpec(name="nothing", shape=(0, 3)),
+    TensorSpec(name="matrix", shape=(9, 1000, 2)),
+    TensorSpec(name="bias", shape=(7,)),
+    TensorSpec(name="head", shape=(3, 5)),
+]
+ELEMENTS = sum(spec.elements for spec in LAYOUT)
+
+
+def float64_step(
+    name: str, weights: list[Tensor], states: list[list[Tensor]], means: list[Tensor], version: int
+) -> None:
+    """The papers' algorithms (LAMB: arXiv:1904.00962, algorithm 2; LARS: arXiv:1708.03888, algorithm 1), in float64."""
+    for spec, w, state, g in zip(LAYOUT, weights, states, means, strict=True):
+        is_matrix = len(spec.shape) > 1
+        decay = DECAY if is_matrix else 0.0
+        if name == "lars":
+            local = TRUST * w.norm() / (g.norm() + decay * w.norm()) if is_matrix and w.numel() else 1.0
+            state[0].mul_(MOMENTUM).add_(LR * local * (g + decay * w))
+            w.sub_(state[0])
+            continue
+        state[0].mul_(BETAS[0]).add_((1 - BETAS[0]) * g)
+        state[1].mul_(BETAS[1]).add_((1 - BETAS[1]) * g * g)
+        first, second = state[0] / (1 - BETAS[0] ** (version + 1)), state[1] / (1 - BETAS[1] ** (version + 1))
+        r = first / (second.sqrt() + EPS) + decay * w
+        w.sub_(LR * (w.norm() / r.norm() if is_matrix and w.numel() else 1.0) * r)
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_layers_are_stepped_as_published(name: str) -> None:
+    outer, anchor = make(name), torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
+    state, sizes = torch.zeros(outer.slots, ELEMENTS), [spec.elements for spec in LAYOUT]
+    weights = list(anchor.double().split(sizes))
+    states = [[torch.zeros(size, dtype=torch.float64) for _ in range(outer.slots)] for size in sizes]
+    for version in range(10):
+        mean = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(version + 1))
+        anchor, state = stepped(outer, anchor, state, mean, version, layout=LAYOUT, piece=777)
+        float64_step(name, weights, states, list(mean.double().split(sizes)), version)
+    torch.testing.assert_close(anchor.double(), torch.cat(weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+@pytest.mark.parametrize("piece", [1, 39, 8191, 8193, 12_000])
+def test_pieces_that_ignore_the_layers_give_the_same_bits(name: str, piece: int) -> None:
+    outer, state_was = make(name), noise(1, make(name).slots * ELEMENTS).abs().view(-1, ELEMENTS)
+    small = slice(-2000, None) if piece == 1 else slice(None)  # of which there are many
+    layout = LAYOUT[3:] if piece == 1 else LAYOUT
+    layout = [TensorSpec(name="m", shape=(2, 989)), *LAYOUT[4:]] if piece == 1 else layout
+    given = (noise(0, ELEMENTS)[small], state_was[:, small], noise(2, ELEMENTS)[small])
+    whole = stepped(outer, *given, 3, 0.5, layout=layout)
+    cut = stepped(outer, *given, 3, 0.5, layout=layout, piece=piece)
+    for a, b in zip(whole, cut, strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(run(name, 300_000, 2))
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_measuring_changes_nothing(name: str) -> None:
+    outer = make(name)
+    values, mean = noise(0, (1 + outer.slots) * 100).abs().view(-1, 100), noise(1, 100)
+    was = values.clone(), mean.clone()
+    OuterStep(outer, [TensorSpec(name="w", shape=(10, 10))], 5, 1.0).measure(values, lambda: [(0, 100, mean)])
+    assert torch.equal(values, was[0])
+    assert torch.equal(mean, was[1])
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_read_the_mean_once(name: str) -> None:
+    step = OuterStep(make(name), LAYOUT, 0, 1.0)
+    step.measure(torch.empty(0), lambda: pytest.fail("another pass over the mean"))
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+@pytest.mark.parametrize("zero", ["anchor", "mean", "both"])
+def test_a_layer_without_a_norm_is_stepped_by_the_learning_rate(name: str, zero: str) -> None:
+    outer = make(name, weight_decay=0.0)
+    anchor = torch.zeros(50) if zero in ("anchor", "both") else noise(0, 50)
+    mean = torch.zeros(50) if zero in ("mean", "both") else noise(1, 50)
+    after, _ = stepped(outer, anchor, torch.zeros(outer.slots, 50), mean, 0)
+    assert bool(torch.isfinite(after).all())
+    assert torch.equal(after, anchor) == (zero in ("mean", "both"))
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_tiny_gradients_do_not_make_infinite_steps(name: str) -> None:
+    outer = make(name, weight_decay=0.0, eps=1.0)
+    anchor, mean = torch.full((64,), 1e15), torch.full((64,), 1e-44)
+    after, state = stepped(outer, anchor, torch.zeros(outer.slots, 64), mean, 0)
+    assert bool(torch.isfinite(after).all())
+    assert bool(torch.isfinite(state).all())

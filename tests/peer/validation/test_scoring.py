@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.device import autocast
-from shoal.peer.training.inner_loop import InnerLoop, make_inner
+from shoal.peer.training.inner_loop import InnerLoop
+from shoal.peer.training.inner_optimizer import make_inner
 from shoal.peer.training.parameters import ParameterVector
 from shoal.peer.validation.scorer import Scorer, random_samples
 from shoal.peer.validation.scoring import (

@@ -117,7 +117,13 @@ def test_defaults_of_every_section() -> None:
             "members_per_network": 128,
             "members_without_credit": None,
         },
-        "schedule": {"kind": "constant", "warmup_tokens": 0, "final_factor": 0.1},
+        "schedule": {
+            "kind": "constant",
+            "warmup_tokens": 0,
+            "final_factor": 0.1,
+            "scaling": "none",
+            "reference_tokens": None,
+        },
         "outer": {
             "optimizer": "nesterov",
             "lr": 0.7,
@@ -125,6 +131,7 @@ def test_defaults_of_every_section() -> None:
             "betas": (0.9, 0.95),
             "eps": 1e-8,
             "weight_decay": 0.0,
+            "trust_coefficient": 0.001,
         },
         "round": {"tokens": 1000, "max_s": 600.0, "patience_s": 20.0},
         "checkpoints": {"transfer": "raw", "sealed": False, "readers": ()},
@@ -295,7 +302,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "98d929deed9f4021"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "9a325fa7341cd3f0"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -347,7 +354,7 @@ def test_the_hash_of_this_release() -> None:
             r"averaging\.overlap = true needs algorithm = .diloco. or .sparseloco.",
         ),
         ("", "speed = 5", r"speed: no such field"),
-        ("inner", 'optimizer = "lion"', r"inner\.optimizer: .*'adamw' or 'sgd'"),
+        ("inner", 'optimizer = "lion"', r"inner\.optimizer: .*'adamw', 'sgd', 'muon' or 'adafactor'"),
         ("inner", "lr = 0", r"inner\.lr: .*greater than 0"),
         ("inner", 'lr = "fast"', r"inner\.lr: .*valid number"),
         ("inner", "betas = [0.9]", r"inner\.betas\.1: is missing"),
@@ -363,7 +370,7 @@ def test_the_hash_of_this_release() -> None:
         ("schedule", 'kind = "cosine"', r"schedule\.kind = 'cosine' needs run\.tokens"),
         ("schedule", "warmup_tokens = -1", r"schedule\.warmup_tokens: .*greater than or equal to 0"),
         ("schedule", "final_factor = 2", r"schedule\.final_factor: .*less than or equal to 1"),
-        ("outer", 'optimizer = "lamb"', r"outer\.optimizer: .*'nesterov', 'sgd' or 'adamw'"),
+        ("outer", 'optimizer = "lion"', r"outer\.optimizer: .*'nesterov', 'sgd', 'adamw', 'lamb' or 'lars'"),
         ("outer", "lr = 1e7", r"outer\.lr: .*less than or equal to 1000000"),
         ("outer", "betas = 0.9", r"outer\.betas: .*tuple"),
         ("round", "tokens = 0", r"round\.tokens: .*greater than 0"),
@@ -485,6 +492,9 @@ def test_readers_that_cannot_be_used(lines: str, reason: str) -> None:
         ("weight_decay = 0.1", "outer.weight_decay"),
         ('optimizer = "adamw"\nmomentum = 0.9', "outer.momentum"),
         ("betas = [0.9, 0.95]", "outer.betas"),
+        ('optimizer = "lamb"\nmomentum = 0.9', "outer.momentum"),
+        ('optimizer = "lars"\nbetas = [0.9, 0.95]', "outer.betas"),
+        ('optimizer = "lamb"\ntrust_coefficient = 0.1', "outer.trust_coefficient"),
     ],
 )
 def test_settings_of_another_outer_optimizer_are_refused_by_name(settings: str, unused: str) -> None:
@@ -498,6 +508,8 @@ def test_settings_of_another_outer_optimizer_are_refused_by_name(settings: str, 
         'optimizer = "sgd"\nlr = 1.0\nmomentum = 0.0',
         "momentum = 0.5",
         'optimizer = "adamw"\nbetas = [0.9, 0.95]\neps = 1e-8\nweight_decay = 0.1',
+        'optimizer = "lamb"\nbetas = [0.9, 0.95]\neps = 1e-6\nweight_decay = 0.1',
+        'optimizer = "lars"\nmomentum = 0.9\nweight_decay = 0.1\ntrust_coefficient = 0.002',
     ],
 )
 def test_settings_of_the_named_outer_optimizer_are_taken(settings: str) -> None:
@@ -507,11 +519,55 @@ def test_settings_of_the_named_outer_optimizer_are_taken(settings: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "unused"),
+    [
+        ("momentum = 0.9", "inner.momentum"),
+        ('optimizer = "sgd"\neps = 1e-8\nmomentum = 0.9', "inner.eps"),
+        ('optimizer = "sgd"\nstate = "int8"', "inner.state"),
+        ('optimizer = "muon"\nstate = "int8"', "inner.state"),
+        ('optimizer = "adafactor"\nbetas = [0.9, 0.95]\neps = 1e-8', "inner.betas, inner.eps"),
+    ],
+)
+def test_settings_of_another_inner_optimizer_are_refused_by_name(settings: str, unused: str) -> None:
+    with pytest.raises(RunFileError, match=rf"f\.toml: {unused}: no setting of the inner optimizer"):
+        parse_run_file(f"{LEAST}[inner]\n{settings}\n", "f.toml")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "betas = [0.9, 0.95]\neps = 1e-8\nweight_decay = 0.1\nstate = 'int8'\nmomentum = 0.0",
+        'optimizer = "sgd"\nmomentum = 0.9\nweight_decay = 0.1',
+        'optimizer = "muon"\nmomentum = 0.9\nbetas = [0.9, 0.95]\nweight_decay = 0.1',
+        'optimizer = "adafactor"\nlr = 1e-2\nweight_decay = 0.1\nclip_norm = 1.0\nprecision = "float32"',
+    ],
+)
+def test_settings_of_the_named_inner_optimizer_are_taken(settings: str) -> None:
+    run = parse_run_file(f"{LEAST}[inner]\n{settings}\n")
+    assert RunFile.model_validate_json(json.dumps(run.model_dump(mode="json"))).hash == run.hash
+
+
+def test_muon_has_a_momentum_of_its_own() -> None:
+    assert parse_run_file(f'{LEAST}[inner]\noptimizer = "muon"\n').inner.momentum == 0.95
+    assert parse_run_file(f'{LEAST}[inner]\noptimizer = "muon"\nmomentum = 0.5\n').inner.momentum == 0.5
+    assert parse_run_file(f'{LEAST}[inner]\noptimizer = "sgd"\n').inner.momentum == 0.0
+
+
+def test_a_batch_is_scaled_by_what_the_learning_rate_is_right_for() -> None:
+    batch = 'algorithm = "virtual_batch"\n' + LEAST
+    run = parse_run_file(batch + '[schedule]\nscaling = "sqrt"\nreference_tokens = 500\n')
+    assert (run.schedule.scaling, run.schedule.reference_tokens) == ("sqrt", 500)
+    for lines in ('scaling = "linear"', "reference_tokens = 500"):
+        with pytest.raises(RunFileError, match="scaling and reference_tokens need each other"):
+            parse_run_file(f"{batch}[schedule]\n{lines}\n")
+    with pytest.raises(RunFileError, match=r'schedule\.scaling = "linear" needs algorithm = "virtual_batch"'):
+        parse_run_file(f'{LEAST}[schedule]\nscaling = "linear"\nreference_tokens = 5\n')
+
+
+@pytest.mark.parametrize(
     ("algorithm", "own_loop", "settings", "unused"),
     [
         ("diloco", False, "lr = 1e-3\nclip_norm = 1.0\nbetas = [0.9, 0.95]", []),
-        ("diloco", False, "momentum = 0.9", ["inner.momentum"]),
-        ("diloco", False, 'optimizer = "sgd"\neps = 1e-8\nmomentum = 0.9', ["inner.eps"]),
         ("diloco", True, "lr = 4e-4\nclip_norm = 1.0\nbatch_samples = 4", ["inner.lr", "inner.clip_norm"]),
         ("diloco", True, 'precision = "float32"\noptimizer = "sgd"', ["inner.optimizer", "inner.precision"]),
         ("virtual_batch", False, 'lr = 1e-3\nprecision = "float32"\nbatch_samples = 4', ["inner.lr"]),
