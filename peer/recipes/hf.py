@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.peer.recipes import check_settings
 from shoal.peer.recipes.exact_draws import ExactDraws
+from shoal.peer.recipes.hf_layers import CUT, CutModel
 from shoal.peer.recipes.language_model import LanguageModelRecipe
+from shoal.peer.training.layers import Layer, Layered
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.run_file import DataSection, check_plain
 
@@ -79,6 +81,28 @@ class HfRecipe(LanguageModelRecipe):
     def build_model(self, seed: int) -> nn.Module:
         return drawn(_constructed(self._config, self._attention, "cpu", seed), seed)
 
+    def layers(self, seed: int) -> Layered:
+        """See ``LayeredRecipe``. Raises ``RecipeError`` for architectures that are not known to be cut rightly."""
+        kind = self.settings.config["model_type"]
+        if kind not in CUT:
+            raise RecipeError(
+                f"{_WHERE}.model_type: how a model of type {kind!r} is cut into stages is not known; leave [pipeline] "
+                f"out, or take one of {', '.join(sorted(CUT))}"
+            )
+
+        def build(first: int, stop: int) -> list[Layer]:
+            # Other layers stay on the meta device, where they take no memory and no values are drawn.
+            model = _constructed(self._config, self._attention, "meta", seed)
+            cut = CutModel(model)
+            for module in (*(one for layer in cut.sources[first:stop] for one in layer), *cut.shared):
+                module.to_empty(device="cpu")
+            if first == 0 and stop == len(cut.sources):
+                model.tie_weights()  # type: ignore[operator]
+            return CutModel(drawn(model, seed)).layers()[first:stop]
+
+        outline = CutModel(_constructed(self._config, self._attention, "meta", seed)).layers()
+        return Layered(outline, build, untie=f"set {_WHERE}.tie_word_embeddings = false")
+
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         found: Tensor = model(input_ids=tokens).logits
         return found
@@ -108,7 +132,10 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
     _import_transformers()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     fields = dict(config)
     kind = fields.pop("model_type", None)
@@ -133,7 +160,7 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
         found = config_class(**copy.deepcopy(fields))
     except (*_BAD_CONFIG, StrictDataclassError) as error:
         raise RecipeError(f"{_WHERE}: {_words(error)}") from error
-    if getattr(found, "is_decoder", True) is False and "is_decoder" in known_fields:
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(found, "is_decoder", True) is False:
         raise RecipeError(f"{_WHERE}.is_decoder: expected true: without it, {kind!r} sees the tokens that it predicts")
     return found
 

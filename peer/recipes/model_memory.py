@@ -30,8 +30,8 @@ from shoal.peer.training.device import (
     memory_bytes,
     usable_bytes,
 )
-from shoal.peer.training.layers import LayeredRecipe
-from shoal.swarm.errors import DeviceError, ShoalError
+from shoal.peer.training.layers import Layered, LayeredRecipe
+from shoal.swarm.errors import DeviceError, RecipeError, ShoalError
 from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.system import resource
@@ -110,8 +110,8 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def _outline(recipe: Recipe, seed: int) -> ModelOutline:
-    if isinstance(recipe, LayeredRecipe):  # does not draw initial values
-        layered = recipe.layers(seed)
+    layered = _layers_of(recipe, seed)
+    if layered is not None:  # does not draw initial values
         layers = tuple(layered.parameters_bytes(number) // 4 for number in range(len(layered)))
         parts = [part for number in range(len(layered)) for part in layered.outline(number)]
         return ModelOutline(sum(layers), 4 * sum(layers), _other_bytes(parts), layers)
@@ -119,6 +119,14 @@ def _outline(recipe: Recipe, seed: int) -> ModelOutline:
     trained = {one for one in model.parameters() if one.requires_grad}
     trained_bytes = sum(one.nbytes for one in trained)
     return ModelOutline(sum(one.numel() for one in trained), trained_bytes, _other_bytes([model]))
+
+
+def _layers_of(recipe: Recipe, seed: int) -> Layered | None:
+    """Layers of the model; None if it is not cut."""
+    try:
+        return recipe.layers(seed) if isinstance(recipe, LayeredRecipe) else None
+    except RecipeError:  # of a recipe some of whose models are not cut
+        return None
 
 
 def _other_bytes(parts: Iterable[nn.Module]) -> int:
