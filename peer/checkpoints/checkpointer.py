@@ -26,6 +26,7 @@ from shoal.peer.checkpoints.manifest import OWN_FILE, RESIDUAL_FILE, CheckpointA
 from shoal.peer.checkpoints.store import CheckpointStore, UnfinishedCheckpoint
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.training.anchor import AnchorState
+from shoal.peer.training.deferred_copy import DeferredCopy
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
@@ -159,17 +160,18 @@ class Checkpointer:
         own: Callable[[], dict[str, Any]],
         carried: Callable[[], CarriedResidual],
         *,
-        trains_on: bool = False,
+        before_step: Callable[[DeferredCopy], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``own``: gives the tree of the peer's own state; ``carried``: its residual; ``trains_on``: the training goes
-        on while a round is averaged, so that a copy of its own state is written."""
+        """``own``: gives the tree of the peer's own state; ``carried``: its residual; ``before_step``: has a copy of
+        that state completed before the inner optimizer's next step, None where there is none while a round is averaged,
+        so that no copy is made."""
         self.store = store
         self._network = network
         self._subject = subject
         self._own = own
         self._carried = carried
-        self._trains_on = trains_on
+        self._before_step = before_step
         self._clock = clock
         self._begun: _Begun | None = None
         self._residual: futures.Future[_Part] | None = None
@@ -208,16 +210,18 @@ class Checkpointer:
             self.wait_for_writing()
         if not self._pace.is_due(number, self._clock()) or self._writing is not None:
             return
-        content = LocalStateContent.of(self._own())
-        if self._trains_on:
-            content = content.copy()
-        else:
-            content.wait_for_device()
         try:
             unfinished = self.store.begin(number)
         except StorageError as error:
             self._warn(error)
             return
+        content = LocalStateContent.of(self._own())
+        if self._before_step is None:
+            content.wait_for_device()
+        else:
+            content = content.copy()
+            assert content.copying is not None
+            self._before_step(content.copying)
         write = partial(unfinished.add, [(OWN_FILE, content.pieces())])
         self._begun = _Begun(unfinished, self._network.submit(self._timed(unfinished, write)))
 
@@ -235,7 +239,7 @@ class Checkpointer:
         begun, self._begun = self._begun, None
         if begun is None:
             return
-        if not self._trains_on:
+        if self._before_step is None:
             self._wait(begun.own)
         unfinished, about = begun.unfinished, self._subject.about(state.version, state.digest, verdict)
         files, verdicts = unfinished.state_files(state.values, about.layout), self._verdicts_to(verdict)

@@ -24,6 +24,8 @@ from shoal.peer.checkpoints.manifest import OWN_FILE, RESIDUAL_FILE
 from shoal.peer.checkpoints.source import CheckpointSource, FileContent, refusal
 from shoal.peer.checkpoints.tensor_file import TensorEntry, read_entries, read_tensor
 from shoal.peer.checkpoints.tensors import can_be_saved, file_pieces
+from shoal.peer.training.deferred_copy import DeferredCopy
+from shoal.peer.training.device_streams import streams_of
 from shoal.peer.training.parameters import plain_name
 from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.errors import StateFileError
@@ -34,6 +36,7 @@ _MAX_DEPTH = 64
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
+_OPTIMIZER = "optimizer"
 _CONTENT = "content"
 """Name of the tensor that holds the JSON, (bytes,) uint8."""
 
@@ -129,11 +132,11 @@ def _key(key: Any, where: str) -> str | int:
 class LocalStateContent:
     """The content of the file of a peer's own state: ``plain`` is JSON with the tensors taken out, by reference.
 
-    A copy from another device may still be under way: ``pieces`` waits for it."""
+    ``copying``: the copy that the tensors are of, which ``pieces`` completes."""
 
     plain: Any
     tensors: Mapping[str, Tensor]
-    copied: tuple[torch.cuda.Event, ...] = ()
+    copying: DeferredCopy | None = None
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> LocalStateContent:
@@ -156,31 +159,28 @@ class LocalStateContent:
         return cls({"dict": branches}, tensors)
 
     def copy(self) -> LocalStateContent:
-        """Return the same with copies of the tensors in the machine's memory, for a loop that trains on meanwhile."""
-        devices = {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}
-        copies = {name: _copy_of(tensor) for name, tensor in self.tensors.items()}
-        copied = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-        return LocalStateContent(self.plain, copies, copied)
+        """Return the same with copies of the tensors in the machine's memory, for a loop that trains on meanwhile.
+
+        Before the optimizer's next step ``copying`` has to be completed; all else is copied where it is at once."""
+        held = {
+            name: one if name.startswith(f"{_OPTIMIZER}/") else one.detach().clone()
+            for name, one in self.tensors.items()
+        }
+        copying = DeferredCopy(held)
+        return LocalStateContent(self.plain, copying.copies, copying)
 
     def wait_for_device(self) -> None:
         """Wait until the computations are done that the training thread has begun on the tensors."""
-        for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {tensor.device for tensor in self.tensors.values()}:
+            streams_of(device).mark().wait()
 
     def pieces(self) -> Iterator[bytes | memoryview]:
         """Yield the content of the file, in pieces."""
-        for event in self.copied:
-            event.synchronize()
+        if self.copying is not None:
+            self.copying.complete()
         text = json.dumps(self.plain, separators=(",", ":"), allow_nan=False).encode()
         content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         yield from file_pieces({**self.tensors, _CONTENT: content})
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor.detach().cpu().clone()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor.detach(), non_blocking=True)
 
 
 def residual_pieces(carried: CarriedResidual) -> Iterator[bytes | memoryview]:
@@ -194,7 +194,7 @@ def residual_pieces(carried: CarriedResidual) -> Iterator[bytes | memoryview]:
 def local_state_tree(optimizer: OptimizerState | None, model: nn.Module) -> dict[str, Any]:
     """The tree of a peer's own state without the residual, its tensors by reference."""
     return {
-        "optimizer": optimizer.state_dict() if optimizer is not None else None,
+        _OPTIMIZER: optimizer.state_dict() if optimizer is not None else None,
         "buffers": _buffers(model),
         "random": _random_state(),
     }
@@ -220,7 +220,7 @@ class SavedLocalState:
             for name, branch in tensors.branches():
                 try:
                     match name:
-                        case "optimizer":
+                        case _ if name == _OPTIMIZER:
                             _restore_optimizer(optimizer, branch, tensors)
                         case "buffers":
                             _restore_buffers(model, from_plain(branch, tensors))

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from shoal.compression.formats import CodecError
 from shoal.peer.checkpoints.checkpoint import Checkpoint
@@ -30,6 +32,7 @@ from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.algorithms import LocalWork, OwnLoop, local_work
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout, LeasedSamples
+from shoal.peer.training.deferred_copy import DeferredCopy
 from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.parameters import MasterWeights, ParameterVector, frozen_parameters
 from shoal.swarm.aio import in_thread
@@ -64,6 +67,7 @@ class LocalState:
         self._optimizer = optimizer
         self._samples = samples
         self._member = member
+        self._hook: RemovableHandle | None = None
 
     def tree(self) -> dict[str, Any]:
         """Return all of it but the residual, by reference, see ``local_state_tree``."""
@@ -72,6 +76,20 @@ class LocalState:
     def carried(self) -> CarriedResidual:
         """Return the averager's residual by reference."""
         return self._member.averager.round_feedback.carried
+
+    def complete_before_step(self, copying: DeferredCopy) -> None:
+        """Have a copy of the tree's tensors completed before the next step of the optimizer, which changes them, unless
+        nobody has a use for it any more by then. The tree of an island has copies already."""
+        if self._hook is not None:
+            self._hook.remove()
+        if isinstance(self._optimizer, Optimizer):
+            unfinished = ref(copying)
+
+            def complete(*_: object) -> None:
+                if (one := unfinished()) is not None:
+                    one.complete()
+
+            self._hook = self._optimizer.register_step_pre_hook(complete)
 
     def take_up(self, checkpoint: Checkpoint, state: AnchorState) -> bool:
         """Restore the local state of a checkpoint of this peer; returns whether the residual was restored, too.
@@ -198,8 +216,9 @@ class TrainingReplica:
         member.kept_states = self._kept_states
         self._checkpointer: Checkpointer | None = None
         if store is not None:
-            own, overlap = self._own, run.averaging.overlap
-            self._checkpointer = Checkpointer(store, network, subject, own.tree, own.carried, trains_on=overlap)
+            own = self._own
+            before_step = own.complete_before_step if run.averaging.overlap else None
+            self._checkpointer = Checkpointer(store, network, subject, own.tree, own.carried, before_step=before_step)
 
     @property
     def state(self) -> AnchorState | None:

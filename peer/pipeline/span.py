@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.folders import stage_folder
 from shoal.peer.member.connection import RunConnection
@@ -27,7 +30,8 @@ from shoal.peer.pipeline.training import ComputeResult, SpanTraining, Task, Trai
 from shoal.peer.pipeline.view_watch import SpanAssignment, is_held
 from shoal.peer.pipeline.work_checks import CheckSettings, rounding_error
 from shoal.peer.terminal.snapshot import Flow, Snapshot, held_stages, with_stages
-from shoal.peer.training.data import DataAbout
+from shoal.peer.training.compiling import compile_layers
+from shoal.peer.training.data import DataAbout, take_batch
 from shoal.peer.training.device import autocast
 from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.layers import Layered, StageModel
@@ -112,6 +116,8 @@ class HeldSpan:
                     raise NotAdmitted(f"the plan has given stage {stage} to another peer")
                 build = partial(_initial_layers, work, boundaries[stage], boundaries[stage + 1])
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.staging.device)
+                if work.run.inner.compile:
+                    compile_layers(model, partial(_try_out, work, model, shapes.inputs[stage], stage=stage))
                 member: LocalMember = network.call(members.enter(stage, is_ours), interruptible=True)
                 about = StageAbout(number=stage, stages=place.stages)
                 setup = TrainingSetup(
@@ -214,6 +220,23 @@ def _reset_headway(progress: Progress) -> None:
 def _initial_layers(work: SpanContext, first: int, stop: int) -> StageModel:
     """Build layers ``first`` to ``stop`` - 1 with the values that they had at the run's start."""
     return work.samples.recipe.layers(work.run.run.seed).build(first, stop)
+
+
+def _try_out(work: SpanContext, model: StageModel, shape: tuple[int, ...], *, stage: int) -> None:
+    """Compute a micro-batch of zeros, without gradients as where a pass is repeated, then forward and backward.
+
+    ``shape``: of one sample of the stage's input."""
+    assert work.run.pipeline is not None
+    samples, device = work.run.pipeline.micro_batch, work.staging.device
+    if stage:
+        given = torch.zeros(samples, *shape, device=device, requires_grad=True)
+    else:
+        given = work.samples.recipe.input_of(take_batch(work.samples.data, np.zeros(samples, np.int64))).to(device)
+    with autocast(device, work.run.inner.precision)():
+        with torch.no_grad():
+            model(given)
+        output = model(given)
+    output.float().sum().backward()
 
 
 def _expected_s(work: SpanContext, place: SpanAssignment, from_stage: int, *, is_last: bool) -> float:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.recipes import Recipe, Samples
+from shoal.peer.training.compiling import compiled
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import MemoryLimits, autocast, free_bytes, precision_of
-from shoal.peer.training.inner_loop import InnerLoop, LossScale, compiled
+from shoal.peer.training.inner_loop import InnerLoop, LossScale
 from shoal.peer.training.inner_optimizer import make_inner
 from shoal.peer.training.parameters import MasterWeights
 from shoal.peer.training.step_memory import plan_micro_batch

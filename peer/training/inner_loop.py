@@ -1,9 +1,7 @@
-"""Inner loop of recipes: batches to gradients in micro-batches that fit, under autocast, compiled where that is asked
-for."""
+"""Inner loop of recipes: batches to gradients in micro-batches that fit, under autocast."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,8 +13,6 @@ from torch.optim import Optimizer
 
 from shoal.peer.training.data import BatchShare
 from shoal.peer.training.device_streams import moved
-
-log = logging.getLogger(__name__)
 
 _FIRST_SCALE = 2.0**16
 
@@ -61,27 +57,6 @@ class _Gradients(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing."""
-
-
-def compiled(model: nn.Module, trial: Callable[[nn.Module], Tensor]) -> nn.Module:
-    """Return the model compiled by ``torch.compile``; itself, with a warning, where that does not work here.
-
-    Parameters and names are those of the model, which the compiled one calls. ``trial``: computes a loss with it, so
-    that all is compiled when training begins."""
-    try:
-        made: nn.Module = torch.compile(model)  # type: ignore[assignment]
-        trial(made).backward()  # type: ignore[no-untyped-call]
-    except (RuntimeError, ImportError, OSError) as error:
-        log.warning(
-            "the model is trained without torch.compile, which inner.compile asks for and which fails here: %s. It "
-            "needs a C++ compiler, and Triton on a GPU",
-            " ".join(str(error).split())[:300],
-        )
-        return model
-    finally:
-        for parameter in model.parameters():
-            parameter.grad = None
-    return made
 
 
 class InnerLoop:

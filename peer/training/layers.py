@@ -73,6 +73,11 @@ class StageModel(nn.Module):
                     f"alike have to follow each other"
                 )
 
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """Modules that run one after the other, each once."""
+        return tuple(dict.fromkeys(part for layer in self._layers for _, part in layer.parts))
+
     def forward(self, given: Tensor, around: LayerContext | None = None) -> Tensor:
         """Return the last layer's output for the first one's input. ``around``: makes each layer's context."""
         for number, layer in enumerate(self._layers):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -31,6 +33,20 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         torch.set_rng_state(state)
         if device_state is not None:
             _set_on_device(device, device_state, seed)
+
+
+@contextmanager
+def random_preserved(device: torch.device) -> Iterator[None]:
+    """Restore the states of all global generators at the end: torch's for the CPU and ``device``, NumPy's, Python's."""
+    (state, device_state), of_numpy, of_python = _states(device), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        if device_state is not None:
+            _set_on_device(device, device_state, seed=0)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 def random_states(device: torch.device) -> tuple[bytes, bytes]:

@@ -6,6 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.peer.machine_memory import memory_text
 from shoal.peer.training.device import has_own_memory
+from shoal.peer.training.rng import random_preserved
 from shoal.swarm.errors import DeviceError
 
 log = logging.getLogger(__name__)
@@ -46,16 +48,35 @@ def plan_micro_batch(model: nn.Module, loss_of: LossOf, batch: int, room: int) -
     """Return how many of ``batch`` samples may run at once in ``room`` bytes, at least one.
 
     Where not even one fits, the model's blocks are made to compute their activations again in the backward pass, which
-    takes a third more time. Raises ``DeviceError`` if one sample needs more all the same.
+    takes a third more time. Nothing else of the measurement is left. Raises ``DeviceError`` if one sample needs more
+    all the same.
     """
-    try:
-        return _samples_that_fit(model, loss_of, batch, room)
-    except DeviceError as error:
-        blocks = recompute_activations(model)
-        if not blocks:
-            raise
-        log.warning("%s; so the activations of %d blocks are computed again in the backward pass", error, blocks)
-        return _samples_that_fit(model, loss_of, batch, room)
+    with without_trace(model):
+        try:
+            return _samples_that_fit(model, loss_of, batch, room)
+        except DeviceError as error:
+            blocks = recompute_activations(model)
+            if not blocks:
+                raise
+            log.warning("%s; so the activations of %d blocks are computed again in the backward pass", error, blocks)
+            return _samples_that_fit(model, loss_of, batch, room)
+
+
+@contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers and all random state at the end, and leave no gradients: a trial of the model is no
+    training, and members that measure more or less have to begin alike."""
+    buffers = [(part, name, one) for part in model.modules() for name, one in part._buffers.items() if one is not None]
+    copies = [one.detach().clone() for _, _, one in buffers]
+    with random_preserved(next(model.parameters()).device):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (part, name, one), copy in zip(buffers, copies, strict=True):
+                    part._buffers[name] = one.copy_(copy)
+            for parameter in model.parameters():
+                parameter.grad = None
 
 
 def _samples_that_fit(model: nn.Module, loss_of: LossOf, batch: int, room: int) -> int:

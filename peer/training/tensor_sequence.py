@@ -105,11 +105,10 @@ class TensorSequence:
         while start < stop:
             tensor, end = self._tensors[number], self._stops[number]
             first = end - tensor.numel()
-            while start < min(stop, end):
-                until = min(stop, end, start + _PIECE)
-                for block in _views(tensor, start - first, until - first):
-                    yield block, start, start + block.numel()
-                    start += block.numel()
+            until = min(stop, end)
+            for block in _blocks_of(tensor, start - first, until - first):
+                yield block, start, start + block.numel()
+                start += block.numel()
             number += 1
 
 
@@ -127,6 +126,23 @@ class SettledReader:
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """Write the values [start, stop) into ``out``, ``(stop - start,) float32`` on the CPU."""
         self._sequence._read(start, stop, out, self._after)
+
+
+def pieces_of(tensor: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Iterate over views of a tensor, none of more than ``_PIECE`` elements, and of the same elements of ``out``, a
+    contiguous tensor of its shape."""
+    flat, at = out.view(-1), 0
+    for block in _blocks_of(tensor.detach(), 0, tensor.numel()):
+        yield block, flat[at : at + block.numel()].view(block.shape)
+        at += block.numel()
+
+
+def _blocks_of(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Iterate over views that hold the elements [start, stop) of a tensor, none of more than ``_PIECE`` elements."""
+    while start < stop:
+        until = min(stop, start + _PIECE)
+        yield from _views(tensor, start, until)
+        start = until
 
 
 def _views(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:

@@ -759,8 +759,6 @@ class RunFile(Record):
                 'inner.precision = "float16" needs a loss scale, on which all stages of a [pipeline] would have to '
                 'agree: take "auto", "bfloat16" or "float32"'
             )
-        if self.pipeline is not None and self.inner.compile:
-            raise ValueError("inner.compile = true is for whole models: leave it out in a run with a [pipeline]")
         if self.data.tokens_per_sample is not None:
             self._check_micro_batches(self.data.tokens_per_sample)
         self._check_pins()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.peer.checkpoints.making import IDENTITY, RUN_TOML, signed
 from tests.peer.member.test_replica import FakeNetwork, TensorMean
 from torch import Tensor, nn
@@ -437,6 +438,36 @@ def test_only_with_overlap_a_copy_of_own_state_is_written(tmp_path: Path, overla
         life.train()
     assert life.replica.conclude_round()
     assert folders(tmp_path) == ["round-00000000"]
+
+
+def test_own_state_is_copied_before_the_next_step_where_nobody_has_copied_it_yet(tmp_path: Path) -> None:
+    """With overlap, and the worker thread that is to copy and write it slower than a step."""
+    run = Run("diloco", overlap=True)
+    life = Life(run, tmp_path, 0)
+    life.network.resource.average = life._average  # type: ignore[method-assign]
+    life._committed = True
+    life.train()
+    late: list[Callable[[], Any]] = []
+    keeper = life.replica._checkpointer
+    assert keeper is not None
+    timed = keeper._timed
+
+    async def written_late(unfinished: UnfinishedCheckpoint, work: Callable[[], object]) -> Any:
+        late.append(work)
+        return await timed(unfinished, lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper, "_timed", written_late)
+        assert life.replica.begin_exchange()
+    first = life.optimizer.state[next(life.model.parameters())]
+    expected = first["exp_avg"].clone()
+    life.train()
+    assert not torch.equal(first["exp_avg"], expected)
+    for work in late:
+        work()
+    assert keeper._begun is not None
+    content = keeper._begun.unfinished._writer._folder / "peer.safetensors"
+    assert torch.equal(load_file(content)["optimizer/state/0/exp_avg"], expected)
 
 
 def test_a_full_disk_is_one_warning_and_tried_again(

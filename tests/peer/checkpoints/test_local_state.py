@@ -227,6 +227,9 @@ def test_a_copy_does_not_change_with_the_training() -> None:
     loop.train()
     content = LocalStateContent.of(loop.tree())
     copy, before = content.copy(), b"".join(map(bytes, content.pieces()))
+    assert copy.copying is not None
+    loop.model(torch.randn(8, 4))  # running statistics change before the optimizer steps
+    copy.copying.complete()
     loop.train()
     assert b"".join(map(bytes, copy.pieces())) == before
     assert b"".join(map(bytes, content.pieces())) != before, "it refers to what is in use"

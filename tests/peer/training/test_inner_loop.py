@@ -1,18 +1,15 @@
-"""Tests of training/inner_loop: the loss scale of float16, compiled models, and the inner optimizer."""
+"""Tests of training/inner_loop: the loss scale of float16."""
 
 from functools import partial
-from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shoal.peer.training.device import autocast
-from shoal.peer.training.inner_loop import InnerLoop, LossScale, compiled
-from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.training.inner_loop import InnerLoop, LossScale
 
 CPU = torch.device("cpu")
-STATES: tuple[Literal["float32", "int8"], ...] = ("float32", "int8")
 
 
 def make_model() -> nn.Sequential:
@@ -90,33 +87,3 @@ def test_a_model_that_has_diverged_goes_on_with_the_usual_scale() -> None:
 def test_a_scale_needs_no_gradients() -> None:
     model = make_model()
     assert LossScale(model.parameters()).unscale()
-
-
-# Compiled models --------------------------------------------------------------------------------------------
-
-
-def test_a_compiled_model_has_the_parameters_and_names_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch's code generator, which takes a minute."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    model = make_model()
-    made = compiled(model, lambda one: mean_of_squares(one, batch()))
-    assert made is not model
-    assert all(one.grad is None for one in model.parameters())
-    vector = ParameterVector(made)
-    assert [one.name for one in vector.layout] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert [id(one) for one in vector.parameters] == [id(one) for one in model.parameters()]
-    torch.testing.assert_close(made(batch()), model(batch()))
-
-
-def test_a_machine_without_a_compiler_trains_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_compiler(module: object, given: object) -> object:
-        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found")
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=no_compiler))
-    model = make_model()
-    assert compiled(model, lambda one: mean_of_squares(one, batch())) is model
-    assert "trained without torch.compile" in caplog.text
-    assert "No working C++ compiler found" in caplog.text
-    assert model(batch()).shape == (6, 1)

@@ -1,5 +1,8 @@
 """Tests of training/step_memory: the peak of a step, the micro-batch that fits, and activations computed again."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +92,36 @@ def test_what_is_taken_once_is_no_samples_memory() -> None:
     assert one > 2 * 2 * 256 * 256
     assert plan_micro_batch(model, loss_of, 64, 2 * one) == 64
     assert StepMemory(100, 10).samples_in(155) == 5
+
+
+class Drawing(nn.Module):
+    """A model with running statistics that draws from all generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def loss(self, samples: int) -> Tensor:
+        self.seen = self.seen + samples  # in place of the one that there was
+        given = torch.ones(1 + samples, 8) * (np.random.random() + random.random())
+        loss: Tensor = self.drop(self.norm(given)).sum()
+        return loss
+
+
+def test_measuring_leaves_buffers_and_random_numbers_as_they_were() -> None:
+    model = Drawing()
+    buffers = {name: (one, one.clone()) for name, one in model.named_buffers()}
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    assert plan_micro_batch(model, model.loss, 4, MIB) == 4
+    for name, one in model.named_buffers():
+        assert one is buffers[name][0]
+        assert torch.equal(one, buffers[name][1])
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])
+    assert random.getstate() == states[2]
+    model.loss(4)
+    assert not torch.equal(model.norm.running_mean, buffers["norm.running_mean"][1]), "training does change them"
 
 
 # Activations that are computed again ------------------------------------------------------------------------
