@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fakes.gradients import take_gradients
-from tests.peer.layered_models import CPU, GPT, Key, Line, SquaredError, batch_of, gpt, mean_gradient
+from tests.peer.layered_models import CPU, GPT, Key, Line, batch_of, gpt, mean_gradient
 from torch import Tensor, nn
 
 from shoal.compression.range_reader import whole_vector
@@ -147,6 +146,10 @@ class Noisy(nn.Module):
         return out
 
 
+def try_out(model: nn.Module) -> None:
+    model(torch.ones(6, 8)).sum().backward()
+
+
 def stage_of(model: nn.Sequential) -> StageModel:
     return layered_from_sequential(model).build(0, 1)
 
@@ -163,7 +166,7 @@ def test_a_compiled_stage_draws_what_others_draw_and_counts_each_sample_once(
         model = stage_of(nn.Sequential(Noisy(), nn.Linear(8, 2)))
         if compiles:
             before = torch.get_rng_state()
-            compile_layers(model, lambda: model(torch.ones(6, 8)).sum().backward())
+            compile_layers(model, partial(try_out, model))
             assert model.parts[0]._compiled_call_impl is not None
             assert torch.equal(torch.get_rng_state(), before)
             assert all(one.grad is None for one in model.parameters())
