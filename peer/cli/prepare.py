@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shoal.peer.recipes import layered_recipe, load_recipe
+from shoal.peer.recipes import layered_recipe, load_recipe, package_of
 from shoal.peer.recipes.model_memory import check_start_fits
+from shoal.peer.recipes.packages import InstalledPackage
 from shoal.peer.training.anchor import GrowingDigest
 from shoal.peer.training.parameters import ParameterVector, frozen_parameters
 from shoal.swarm import durable
@@ -39,7 +41,7 @@ def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection
             "recipe.name: the members of this run bring their own training loop, and nothing can be prepared for them"
         )
     say("Preparing: opening the data …")
-    recipe = load_recipe(run, folders)
+    recipe, package = load_recipe(run, folders), package_of(run)
     samples = len(recipe.training_data())
     tokens, corpus = recipe.tokens_per_sample, recipe.corpus_digest.hex()
     if run.pipeline is not None:
@@ -56,6 +58,7 @@ def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection
             samples=samples,
             corpus=corpus,
             layers=layers,
+            **_package_fields(package),
         )
     check_start_fits(run, recipe)
     say("Preparing: building the model …")
@@ -73,7 +76,18 @@ def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection
         frozen_elements=frozen.elements if frozen else None,
         frozen=frozen.digest.hex() if frozen else None,
         state=state,
+        **_package_fields(package),
     )
+
+
+def _package_fields(package: InstalledPackage | None) -> dict[str, Any]:
+    if package is None:
+        return {}
+    return {
+        "package": package.requirement,
+        "package_digest": package.digest,
+        "package_wheel": package.wheel,
+    }
 
 
 def _first_state(vector: ParameterVector, slots: int) -> bytes:

@@ -5,6 +5,7 @@ installed entry points, or the run is refused."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -16,10 +17,13 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
+from shoal.peer.recipes.packages import InstalledPackage, check_package, installed_package, plain_name, provider_of
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.field_errors import field_errors
 from shoal.swarm.protocol.run_file import DataSection, RunFile
+
+log = logging.getLogger(__name__)
 
 GROUP = "shoal.recipes"
 
@@ -101,14 +105,35 @@ class Recipe(Protocol):
 def load_recipe(run_file: RunFile, folders: Sequence[Path] = ()) -> Recipe:
     """The recipe that the run names. It opens its data at the first access, below ``folders`` only.
 
-    Raises ``RecipeError`` where it is not installed, refuses its settings, or cannot be cut into the run's stages, and
-    ``RunFileError`` where a round is no whole number of micro-batches."""
+    Raises ``RecipeError`` where it is not installed, is of another package than the run names, refuses its settings, or
+    cannot be cut into the run's stages, and ``RunFileError`` where a round is no whole number of micro-batches."""
+    point = installed_recipes().get(run_file.recipe.name)
+    check_package(run_file, point.dist if point else None, is_installed=point is not None)
     recipe = find_recipe(run_file.recipe.name)(run_file.recipe.settings, run_file.data, folders)
     if run_file.pipeline is not None:
         run_file.check_micro_batches(recipe.tokens_per_sample)
         stages = run_file.pipeline.stages
         layered_recipe(recipe, run_file).layers(run_file.run.seed).check_stages(2 if stages == "auto" else stages)
     return recipe
+
+
+def package_of(run_file: RunFile) -> InstalledPackage | None:
+    """The package to pin in a run: the one that it names, or the one that its recipe comes from.
+
+    None for Shoal's own recipes, unless the run names a package, and for code in editable mode, which is warned of.
+    Raises ``RecipeError`` where the named one cannot be pinned."""
+    named, point = run_file.recipe.package, installed_recipes().get(run_file.recipe.name)
+    name = plain_name(named.partition("==")[0]) if named else None
+    provider = provider_of(run_file.recipe.name, point.dist if point else None, name)
+    if provider is None:
+        return None
+    try:
+        return installed_package(provider)
+    except RecipeError as error:
+        if named:
+            raise
+        log.warning("the recipe's version is not pinned: %s", error)
+        return None
 
 
 def layered_recipe(recipe: Recipe, run_file: RunFile) -> LayeredRecipe:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from shoal.swarm.errors import CorpusError, ModelMismatch
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
@@ -25,6 +25,12 @@ from shoal.swarm.protocol.types import (
 )
 
 Elements = Annotated[int, Field(ge=0, le=2**40)]
+
+PackageVersion = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?==[A-Za-z0-9][A-Za-z0-9._+!-]{0,62}$"),
+]
+"""A package and its version, which may be a part of a command that people are told to give."""
 
 _ADVICE = "install the same releases of shoal and of the recipe as on the machine that prepared the run"
 
@@ -53,7 +59,9 @@ class PinsSection(Record):
     bring their own data. ``frozen_elements``, ``frozen``: number and digest of the parameters that are not trained;
     absent where there are none, and in a pipeline. ``state``: digest of version 0 of the state; absent where the run
     starts from a checkpoint, which ``[start]`` pins, and in a pipeline, whose stages are not cut yet. ``layers``: of a
-    pipeline."""
+    pipeline. ``package``, ``package_digest``: the package of the recipe and a digest of its files
+    (``peer/recipes/packages.py``), absent for Shoal's own recipes and where it is in editable mode; ``package_wheel``:
+    SHA-256 of its wheel, where that is known."""
 
     layout: Sha256
     elements: Annotated[int, Field(ge=1, le=2**40)]
@@ -64,6 +72,9 @@ class PinsSection(Record):
     frozen: Sha256 | None = None
     state: Sha256 | None = None
     layers: Annotated[tuple[PinnedLayer, ...], Field(strict=False, min_length=1, max_length=MAX_LAYERS)] | None = None
+    package: PackageVersion | None = None
+    package_digest: Sha256 | None = None
+    package_wheel: Sha256 | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> PinsSection:
@@ -73,6 +84,8 @@ class PinsSection(Record):
             raise ValueError("state: expected for a whole model only, and layers for a pipeline only")
         if (self.frozen is None) != (self.frozen_elements is None):
             raise ValueError("frozen, frozen_elements: expected both or neither")
+        if (self.package is None) != (self.package_digest is None):
+            raise ValueError("package, package_digest: expected both or neither")
         return self
 
     @property

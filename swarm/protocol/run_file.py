@@ -36,7 +36,7 @@ from shoal.compression.formats import (
 from shoal.swarm.errors import IdentityError, RunFileError
 from shoal.swarm.protocol.field_errors import field_errors
 from shoal.swarm.protocol.identity import parse_key
-from shoal.swarm.protocol.pins import PinsSection
+from shoal.swarm.protocol.pins import PackageVersion, PinsSection
 from shoal.swarm.protocol.run_sources import check_source, check_url
 from shoal.swarm.protocol.start_section import StartSection
 from shoal.swarm.protocol.types import Record
@@ -143,6 +143,16 @@ class RecipeSection(Record):
             )
         ),
     ] = Field(default_factory=dict)
+
+    package: Annotated[
+        PackageVersion | None,
+        Field(
+            description=(
+                "package that the recipe comes from, as `name==version`; members with another one are refused. For "
+                "`hf` it may be transformers. `shoal prepare` and `shoal host` pin its files, too"
+            )
+        ),
+    ] = None
 
     @field_validator("settings")
     @classmethod
