@@ -39,6 +39,7 @@ from shoal.peer.training.data import (
     LeasedSamples,
     SampleOrder,
     fingerprint,
+    not_in_islands,
     run_order,
     take_batch,
 )
@@ -398,10 +399,7 @@ class Session:
 
     def _refuse_in_island(self, call: str) -> None:
         if self._island is not None:
-            raise UserError(
-                f"{call} is not for the ranks of an island, which take batches and steps together: take batches from "
-                "session.batches(dataset), and call session.step(loss) after each"
-            )
+            raise not_in_islands(call)
 
     @property
     def lr_factor(self) -> float:

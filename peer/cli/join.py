@@ -128,12 +128,12 @@ def run_member(
         with peer, KeeperThread(keeper, give_up) as kept:
             try:
                 watch(connection, peer)
-                if isinstance(peer, PipelinePeer):
-                    peer.train()
-                elif options.role == "validator":
+                if options.role == "validator" and isinstance(peer, Session):
                     Validator(connection, peer, recipe, device).run()
                 elif ranks > 1:
                     _train_island(connection, peer, recipe, devices, work, behind_session)
+                elif isinstance(peer, PipelinePeer):
+                    peer.train()
                 else:
                     _train(peer, recipe, device, work.memory)
             except Interrupted:
@@ -183,14 +183,14 @@ def _devices_of(work: Work) -> tuple[torch.device, ...]:
 
 def _train_island(
     connection: RunConnection,
-    session: Session,
+    peer: Session | PipelinePeer,
     recipe: Recipe,
     devices: tuple[torch.device, ...],
     work: Work,
     behind_session: ExitStack,
 ) -> None:
     """Train as rank 0 of an island. ``behind_session``: ends once the session has."""
-    from shoal.peer.island.training import RankTask, lead_island, started_ranks
+    from shoal.peer.island.training import RankTask, lead_island, lead_stages, started_ranks
 
     def leave_at_once(words: str) -> None:
         """End the membership and this process: its training thread may wait for ever for a rank that has ended."""
@@ -205,8 +205,11 @@ def _train_island(
 
     toml, folders = connection.members.run.client.run_toml, [str(folder) for folder in connection.options.data]
     task = RankTask(toml, folders, [str(device) for device in devices], work.tensor_parallel, work.threads)
-    folder = behind_session.enter_context(started_ranks(task, leave_at_once))
-    lead_island(session, recipe, task, folder, work.memory)
+    started = behind_session.enter_context(started_ranks(task, leave_at_once))
+    if isinstance(peer, PipelinePeer):
+        lead_stages(peer, recipe, connection.run_file, started)
+    else:
+        lead_island(peer, recipe, started, work.memory)
 
 
 @contextmanager

@@ -44,11 +44,6 @@ def check_island_can_train(run: RunFile, role: Role) -> None:
     """Raise ``DeviceError`` for a run or a role that islands do not take part in."""
     if run.inner.compile:
         log.warning("inner.compile of the run file has no effect here: the model of several devices is not compiled")
-    if run.pipeline is not None:
-        raise DeviceError(
-            "--devices: the run has a [pipeline], whose stages are held by one device each: join with --device, once "
-            "for each device, with an --identity of its own"
-        )
     if run.inner.state == "int8":
         raise DeviceError(
             "--devices: the run keeps AdamW's moments in int8 (inner.state), which cannot be divided among devices: "

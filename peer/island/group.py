@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.peer.training.data import BatchShare
-from shoal.swarm.errors import IslandBroken, UserError
+from shoal.swarm.errors import IslandBroken, UserError, WireError
 
 TENSOR_PARALLEL = "tp"
 """Name of the dimension of a mesh whose ranks train on the same samples."""
@@ -31,7 +31,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Command(IntEnum):
-    """Commands of rank 0 to the others. The last four give the control back to their training loops."""
+    """Commands of rank 0 to the others."""
 
     STEP = 1
     DROP_GRADIENTS = 2
@@ -41,10 +41,20 @@ class Command(IntEnum):
     RESET_OPTIMIZER = 6
     GATHER_OPTIMIZER = 7
     SCATTER_OPTIMIZER = 8
+    # These give the control back to their training loops.
     BATCH = 9
     RESUME = 10
     LOOP_ENDS = 11
     END = 12
+    # These are about stages of a pipeline.
+    ENTER_STAGE = 13
+    HOLD_STAGE = 14
+    BEGIN_SPAN = 15
+    FORWARD = 16
+    BACKWARD = 17
+    REPEAT = 18
+    DROP = 19
+    LEAVE_SPAN = 20
 
 
 class Island:
@@ -59,6 +69,8 @@ class Island:
         if mesh.size() != self.ranks:
             raise UserError(f"an island's mesh has all ranks ({self.ranks}), and this one has {mesh.size()}")
         self.mesh = mesh
+        self.is_apart = False
+        """Whether rank 0 has failed in its part of a command, so that the others wait for it somewhere."""
         names = mesh.mesh_dim_names or ()
         self.tensor_parallel = mesh.size(names.index(TENSOR_PARALLEL)) if TENSOR_PARALLEL in names else 1
         self._control = dist.new_group(backend="gloo", timeout=_FOLLOWERS_WAIT)
@@ -80,6 +92,20 @@ class Island:
         assert self.leads
         padded = [int(command), *numbers, *[0] * (_NUMBERS - len(numbers))]
         self._broadcast(torch.tensor(padded, dtype=torch.int64))
+
+    @contextmanager
+    def carrying_out(self, command: Command, *numbers: int) -> Iterator[None]:
+        """Send a command, as rank 0, which does its own part of it in this context. Raises ``IslandBroken``.
+
+        After an error the ranks are apart, unless it is about what others have sent, which all ranks find alike."""
+        self.is_apart = True
+        self.send(command, *numbers)
+        try:
+            yield
+        except WireError:
+            self.is_apart = False
+            raise
+        self.is_apart = False
 
     def receive(self) -> tuple[Command, list[int]]:
         """Wait for the next command. Raises ``IslandBroken``."""
@@ -124,12 +150,29 @@ class Island:
 
     # Batches --------------------------------------------------------------------------------------------------
 
+    @property
+    def groups(self) -> int:
+        """Number of groups of ranks that train on the same samples."""
+        return self.ranks // self.tensor_parallel
+
     def share_of(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], BatchShare]:
         """Return this rank's samples of a batch, (b,), b >= 1: never none, see ``BatchShare``."""
-        groups, samples = self.ranks // self.tensor_parallel, len(indices)
-        start, stop = samples * self._place // groups, samples * (self._place + 1) // groups
-        share = BatchShare(stop - start, samples / groups, ceil(samples / groups))
-        return (indices[start:stop] if stop > start else indices[:1]), share
+        rows, share = self.rows_of(len(indices))
+        return indices[rows], share
+
+    def rows_of(self, samples: int) -> tuple[slice, BatchShare]:
+        """Return which of so many samples this rank has: never none, see ``BatchShare``."""
+        start, stop = self._bounds(samples, self._place)
+        share = BatchShare(stop - start, samples / self.groups, ceil(samples / self.groups))
+        return (slice(start, stop) if stop > start else slice(0, 1)), share
+
+    def samples_by_group(self, samples: int) -> list[int]:
+        """Return how many of so many samples each group has."""
+        bounds = (self._bounds(samples, place) for place in range(self.groups))
+        return [stop - start for start, stop in bounds]
+
+    def _bounds(self, samples: int, place: int) -> tuple[int, int]:
+        return samples * place // self.groups, samples * (place + 1) // self.groups
 
     def mean_loss(self, loss: Tensor, share: BatchShare) -> Tensor:
         """Return the mean loss of a batch, (), from those of the ranks' shares. Raises ``IslandBroken``."""
@@ -141,6 +184,20 @@ class Island:
         """Add up a tensor on the ranks' devices, in place. Raises ``IslandBroken``."""
         with _connected():
             dist.all_reduce(total)
+
+    def broadcast_on_devices(self, tensor: Tensor) -> None:
+        """Give all ranks the values that a tensor, on their devices, has on rank 0. Raises ``IslandBroken``."""
+        with _connected():
+            dist.broadcast(tensor, 0)
+
+    def gather_from_groups(self, tensor: Tensor, dimension: str) -> list[Tensor]:
+        """Return the tensors that the ranks along a dimension of the mesh have on their devices, all of one shape.
+
+        Raises ``IslandBroken``."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.groups)]
+        with _connected():
+            dist.all_gather(gathered, tensor, group=self.mesh[dimension].get_group())
+        return gathered
 
 
 @contextmanager

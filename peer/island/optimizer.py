@@ -22,8 +22,10 @@ class IslandOptimizer:
 
     ``param_groups`` has no parameters' values, and ``state`` nothing, as nothing can be read into them."""
 
-    def __init__(self, optimizer: Optimizer, vector: IslandVector, island: Island) -> None:
+    def __init__(self, optimizer: Optimizer, vector: IslandVector, island: Island, number: int = 0) -> None:
+        """``number``: of the model, of those that the island has."""
         self._optimizer = optimizer
+        self._number = number
         self._vector = vector
         self._island = island
         self.state: dict[Tensor, Any] = {}
@@ -34,12 +36,12 @@ class IslandOptimizer:
         return [{**one, "params": [nothing] * len(one["params"])} for one in self._optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        self._island.send(Command.GATHER_OPTIMIZER)
-        return gather(self._optimizer, self._vector)
+        with self._island.carrying_out(Command.GATHER_OPTIMIZER, self._number):
+            return gather(self._optimizer, self._vector)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self._island.send(Command.SCATTER_OPTIMIZER)
-        scatter(self._optimizer, self._vector, self._island, saved)
+        with self._island.carrying_out(Command.SCATTER_OPTIMIZER, self._number):
+            scatter(self._optimizer, self._vector, self._island, saved)
 
 
 def gather(optimizer: Optimizer, vector: IslandVector) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -24,10 +24,10 @@ from shoal.peer.island.optimizer import IslandOptimizer, gather, scatter
 from shoal.peer.island.shared_image import SharedImage
 from shoal.peer.island.vector import IslandVector
 from shoal.peer.training.algorithms import LocalWork, OwnLoop, local_work
-from shoal.peer.training.data import BatchShare, Dataset, take_batch
+from shoal.peer.training.data import BatchShare, Dataset, not_in_islands, take_batch
 from shoal.peer.training.parameters import MasterWeights, frozen_parameters
 from shoal.swarm.errors import IslandBroken
-from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,11 @@ class SpreadModel:
 
 
 class IslandLead:
-    """Rank 0's end of the island, for its session and replica."""
+    """Rank 0's end of the island, for its session and replica. ``number``: of the model, of those that it has."""
 
-    def __init__(self, island: Island, spread: SpreadModel | None = None) -> None:
+    def __init__(self, island: Island, spread: SpreadModel | None = None, number: int = 0) -> None:
         self.island = island
+        self.number = number
         self._spread = spread
         self._share = BatchShare(1, 1.0, 1)
         self._lr_factor = 1.0
@@ -69,14 +70,14 @@ class IslandLead:
 
     def work(self, own: LocalWork) -> LocalWork:
         """Return rank 0's local work, which has the other ranks do theirs."""
-        return _LeadWork(own, self.island)
+        return _LeadWork(own, self.island, self.number)
 
     def optimizer(self, optimizer: Optimizer, vector: IslandVector) -> IslandOptimizer:
-        return IslandOptimizer(optimizer, vector, self.island)
+        return IslandOptimizer(optimizer, vector, self.island, self.number)
 
     def drop_gradients(self) -> None:
         """Have the other ranks drop their gradients."""
-        self.island.send(Command.DROP_GRADIENTS)
+        self.island.send(Command.DROP_GRADIENTS, self.number)
 
     # For the session ------------------------------------------------------------------------------------------
 
@@ -110,8 +111,11 @@ class IslandLead:
     def may_end(self, error: BaseException | None) -> bool:
         """Return whether the other ranks can take part in what comes at the session's end.
 
-        After an error in the training loop itself they may be anywhere in theirs."""
-        return (error is None or self._followers_serve) and not isinstance(error, IslandBroken)
+        After an error in the training loop itself they may be anywhere in theirs, and after one in rank 0's part of a
+        command they wait for it in theirs."""
+        if self.island.is_apart or isinstance(error, IslandBroken):
+            return False
+        return error is None or self._followers_serve
 
     def end(self) -> None:
         self.island.send(Command.END)
@@ -120,29 +124,76 @@ class IslandLead:
 class _LeadWork:
     """Local work of all ranks; see ``LocalWork``."""
 
-    def __init__(self, own: LocalWork, island: Island) -> None:
+    def __init__(self, own: LocalWork, island: Island, number: int) -> None:
         self._own = own
         self._island = island
+        self._number = number
 
     def step(self, samples: int, lr_factor: float) -> None:
-        self._island.send(Command.STEP, samples, _as_number(lr_factor))
-        self._own.step(samples, lr_factor)
+        with self._island.carrying_out(Command.STEP, self._number, samples, _as_number(lr_factor)):
+            self._own.step(samples, lr_factor)
 
     def contribution(self, anchor: Tensor) -> RangeReader:
-        self._island.send(Command.CONTRIBUTE)
-        return self._own.contribution(anchor)
+        with self._island.carrying_out(Command.CONTRIBUTE, self._number):
+            return self._own.contribution(anchor)
 
     def restart_from(self, anchor: Tensor) -> None:
-        self._island.send(Command.RESTART)
-        self._own.restart_from(anchor)
+        with self._island.carrying_out(Command.RESTART, self._number):
+            self._own.restart_from(anchor)
 
     def reset_optimizer(self) -> None:
-        self._island.send(Command.RESET_OPTIMIZER)
-        self._own.reset_optimizer()
+        with self._island.carrying_out(Command.RESET_OPTIMIZER, self._number):
+            self._own.reset_optimizer()
 
     def continue_from(self, anchor: Tensor) -> None:
-        self._island.send(Command.CONTINUE)
-        self._own.continue_from(anchor)
+        with self._island.carrying_out(Command.CONTINUE, self._number):
+            self._own.continue_from(anchor)
+
+
+class FollowedModel:
+    """A model, or a stage, on a rank that follows rank 0: its part of the local work."""
+
+    def __init__(
+        self,
+        island: Island,
+        run: RunFile,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        masters: MasterWeights | None = None,
+        own_loop: OwnLoop | None = None,
+        spread: SpreadModel | None = None,
+    ) -> None:
+        """Made while rank 0 makes its replica. Raises as that."""
+        self._island = island
+        self._optimizer = optimizer
+        self._vector = _vector(island, model, masters, spread)
+        frozen_parameters(model)  # all ranks gather those that are spread
+        self.work = local_work(run, self._vector, optimizer, own_loop)
+
+    def carry_out(self, command: Command, samples: int = 0, lr_factor: int = 0) -> bool:
+        """Carry out a command of rank 0; returns False if it is about something else."""
+        match command:
+            case Command.STEP:
+                self.work.step(samples, _as_float(lr_factor))
+            case Command.DROP_GRADIENTS:
+                self._vector.drop_gradients()
+            case Command.CONTRIBUTE:
+                self.work.contribution(_NOTHING)
+            case Command.RESTART:
+                self.work.restart_from(_NOTHING)
+            case Command.CONTINUE:
+                self.work.continue_from(_NOTHING)
+            case Command.RESET_OPTIMIZER:
+                self.work.reset_optimizer()
+            case Command.GATHER_OPTIMIZER:
+                assert self._optimizer is not None, "rank 0 has one, too"
+                gather(self._optimizer, self._vector)
+            case Command.SCATTER_OPTIMIZER:
+                assert self._optimizer is not None, "rank 0 has one, too"
+                scatter(self._optimizer, self._vector, self._island)
+            case _:
+                return False
+        return True
 
 
 class FollowingSession:
@@ -163,10 +214,7 @@ class FollowingSession:
         Raises ``IslandBroken``, and as rank 0 for a model or an optimizer that no run can have."""
         self._island = island
         run = parse_run_file(island.receive_bytes().decode())
-        self._vector = _vector(island, model, masters, spread)
-        frozen_parameters(model)  # all ranks gather those that are spread
-        self._work = local_work(run, self._vector, optimizer, own_loop)
-        self._optimizer = optimizer
+        self._model = FollowedModel(island, run, model, optimizer, masters, own_loop, spread)
         self.share = BatchShare(1, 1.0, 1)
         self._lr_factor = 1.0
         self._has_ended = False
@@ -202,6 +250,30 @@ class FollowingSession:
     def request_stop(self) -> None:
         """Do nothing: the island ends when rank 0 does."""
 
+    def stepped(self, samples: int, loss: Tensor | float) -> None:
+        """Raise ``UserError``, as the following ones do on all ranks."""
+        raise not_in_islands("session.stepped")
+
+    def stepped_batches(self, batches: int, loss: Tensor | float) -> None:
+        raise not_in_islands("session.stepped_batches")
+
+    def loader(self, *arguments: object, **options: object) -> Iterator[Any]:
+        raise not_in_islands("session.loader")
+
+    def counted(self, *arguments: object, **options: object) -> Iterator[Any]:
+        raise not_in_islands("session.counted")
+
+    def offer_if_due(self) -> None:
+        raise not_in_islands("session.offer_if_due")
+
+    def conclude(self) -> None:
+        raise not_in_islands("session.conclude")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"session.{name} is not there on the ranks of an island that follow rank 0: only that one has it"
+        )
+
     def __enter__(self) -> Self:
         return self
 
@@ -215,31 +287,13 @@ class FollowingSession:
         """Carry out commands up to the next one that is for the loop, which is returned."""
         while True:
             command, numbers = self._island.receive()
-            match command:
-                case Command.STEP:
-                    self._work.step(numbers[0], _as_float(numbers[1]))
-                case Command.DROP_GRADIENTS:
-                    self._vector.drop_gradients()
-                case Command.CONTRIBUTE:
-                    self._work.contribution(_NOTHING)
-                case Command.RESTART:
-                    self._work.restart_from(_NOTHING)
-                case Command.CONTINUE:
-                    self._work.continue_from(_NOTHING)
-                case Command.RESET_OPTIMIZER:
-                    self._work.reset_optimizer()
-                case Command.GATHER_OPTIMIZER:
-                    assert self._optimizer is not None, "rank 0 has one, too"
-                    gather(self._optimizer, self._vector)
-                case Command.SCATTER_OPTIMIZER:
-                    assert self._optimizer is not None, "rank 0 has one, too"
-                    scatter(self._optimizer, self._vector, self._island)
-                case Command.END:
-                    self._has_ended = True
-                    return command
-                case _:
-                    self._lr_factor = _as_float(numbers[0])
-                    return command
+            if self._model.carry_out(command, *numbers[1:]):
+                continue
+            if command is Command.END:
+                self._has_ended = True
+            else:
+                self._lr_factor = _as_float(numbers[0])
+            return command
 
 
 def _as_number(value: float) -> int:

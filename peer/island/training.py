@@ -15,8 +15,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,10 +26,12 @@ from torch.optim import Optimizer
 
 from shoal.peer.island.group import TENSOR_PARALLEL, Island, init_process_group
 from shoal.peer.island.ranks import FollowingSession, IslandLead
-from shoal.peer.island.spreading import DATA_PARALLEL, spread_model
+from shoal.peer.island.spreading import DATA_PARALLEL, check_cuts, spread_model
+from shoal.peer.island.stages import FollowingStages, StageRanks
 from shoal.peer.lifeline import end_with_parent
 from shoal.peer.member.replica import TrainingSetup
-from shoal.peer.recipes import Recipe, load_recipe
+from shoal.peer.pipeline.peer import PipelinePeer
+from shoal.peer.recipes import Recipe, layered_recipe, load_recipe
 from shoal.peer.session import Session
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import (
@@ -48,10 +50,11 @@ from shoal.peer.training.tensor_parallel import Cut, TensorParallelRecipe
 from shoal.swarm.errors import IslandBroken, RecipeError, ShoalError
 from shoal.swarm.memory_account import account_of
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.system import fcntl
 
 log = logging.getLogger(__name__)
 
-_TASK = "task.json"
+_TASK, _LOCK, _FOLDER = "task.json", "lock", "shoal-island-"
 _CPU = torch.device("cpu")
 
 _DEATH_IS_KNOWN_S = 2.0
@@ -86,14 +89,49 @@ class RankTask:
         return Island(init_device_mesh(device.type, shape, mesh_dim_names=names))
 
 
+@dataclass(frozen=True)
+class StartedRanks:
+    """Ranks that rank 0 has started, and the folder in which they meet. ``has_failed``: whether rank 0's training has,
+    which says itself what has happened then."""
+
+    task: RankTask
+    folder: str
+    has_failed: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.has_failed.set()
+            raise
+
+
+def _meeting_folder() -> tuple[str, int]:
+    """Make a folder in which ranks meet, and remove those of islands that have ended all at once.
+
+    Returns it and a descriptor that locks it for as long as this process lives."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_LOCK}"):
+        with suppress(OSError), lock.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_FOLDER)
+    made = Path(folder, f"{_LOCK}-new")
+    descriptor = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    made.rename(made.with_name(_LOCK))
+    return folder, descriptor
+
+
 @contextmanager
-def started_ranks(task: RankTask, on_death: Callable[[str], None]) -> Iterator[str]:
-    """Start all ranks but 0, and yield the folder in which they meet; at the end they have to end, too.
+def started_ranks(task: RankTask, on_death: Callable[[str], None]) -> Iterator[StartedRanks]:
+    """Start all ranks but 0, and yield them; at the end they have to end, too.
 
     ``on_death``: called once in a thread when one of them fails before that, with words about it. Raises
     ``IslandBroken`` for a ``RuntimeError`` that comes with such a failure."""
     lifeline, held = os.pipe()
-    folder = tempfile.mkdtemp(prefix="shoal-island-")
+    folder, lock = _meeting_folder()
+    ranks = StartedRanks(task, folder)
     is_ending, first, died = threading.Event(), threading.Lock(), threading.Event()
     words = ""
     started: list[subprocess.Popen[bytes]] = []
@@ -106,7 +144,9 @@ def started_ranks(task: RankTask, on_death: Callable[[str], None]) -> Iterator[s
             words = f"rank {rank} of this island has ended {how}"
             died.set()
             shutil.rmtree(folder, ignore_errors=True)  # on_death may end this process, and no other rank may be left
-            on_death(words)
+            # What a rank has failed of by itself, rank 0 may fail of, too, and say it.
+            if code < 0 or not ranks.has_failed.wait(_DEATH_IS_KNOWN_S):
+                on_death(words)
 
     try:
         Path(folder, _TASK).write_text(json.dumps(asdict(task)))
@@ -117,11 +157,11 @@ def started_ranks(task: RankTask, on_death: Callable[[str], None]) -> Iterator[s
         os.close(lifeline)
         for rank, process in enumerate(started, 1):
             threading.Thread(target=watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
-        yield folder
+        yield ranks
     except RuntimeError as error:  # of a collective in the model, maybe
         if died.wait(_DEATH_IS_KNOWN_S):
             raise IslandBroken(
-                f"{words}: what the island has contributed is kept; give the same command again"
+                f"{words}, and here: {error}. What the island has contributed is kept; give the same command again"
             ) from error
         raise
     finally:
@@ -130,15 +170,33 @@ def started_ranks(task: RankTask, on_death: Callable[[str], None]) -> Iterator[s
         for process in started:
             process.wait()
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
-def lead_island(session: Session, recipe: Recipe, task: RankTask, folder: str, limits: MemoryLimits) -> None:
+def lead_stages(peer: PipelinePeer, recipe: Recipe, run: RunFile, ranks: StartedRanks) -> None:
+    """Train stages with the other ranks until the run ends, as rank 0.
+
+    Raises as ``PipelinePeer.train``, ``IslandBroken``, and ``DeviceError`` for layers that cannot be cut."""
+    with ranks.noting_failure():
+        cuts = _cuts_of(recipe, run, ranks.task.tensor_parallel)
+        lead = StageRanks(ranks.task.begin(ranks.folder, 0), cuts)
+        peer.train(lead)
+        lead.end()
+
+
+def lead_island(session: Session, recipe: Recipe, ranks: StartedRanks, limits: MemoryLimits) -> None:
     """Train with the other ranks until the run ends, as rank 0; the session's end is theirs, too.
 
     Raises as ``Session``, ``IslandBroken``, and ``DeviceError`` for a model that does not fit or cannot be cut."""
+    with ranks.noting_failure():
+        _lead_island(session, recipe, ranks.task, ranks.folder, limits)
+
+
+def _lead_island(session: Session, recipe: Recipe, task: RankTask, folder: str, limits: MemoryLimits) -> None:
     run, device = session.run_file, torch.device(task.devices[0])
     cuts = _cuts_of(recipe, run, task.tensor_parallel)
     model = recipe.build_model(run.run.seed)
+    check_cuts(model, cuts, task.tensor_parallel)
     micro_batch = _plan(model, recipe, run, device, task, limits)
     island = task.begin(folder, 0)
     island.send_bytes(json.dumps(asdict(micro_batch)).encode())
@@ -160,6 +218,9 @@ def _follow(task: RankTask, rank: int, folder: str) -> None:
     recipe = load_recipe(run, [Path(one) for one in task.data])
     cuts = _cuts_of(recipe, run, task.tensor_parallel)
     island = task.begin(folder, rank)
+    if run.pipeline is not None:
+        FollowingStages(island, run, layered_recipe(recipe, run), device, cuts).serve()
+        return
     micro_batch = MicroBatch(**json.loads(island.receive_bytes()))
     model = recipe.model_from_config(recipe.config())  # without values, so its memory is not touched
     if micro_batch.recomputes:

@@ -190,9 +190,9 @@ class TrainingReplica:
         self.samples = LeasedSamples(self.tokens_per_sample)
         make_work, inner = setup.make_work, setup.inner_optimizer
         own_loop = setup.own_loop if setup.recipe_config is None else None
-        self.work = make_work(self.vector) if make_work else local_work(run, self.vector, inner, own_loop)
-        if self._island is not None:
-            self.work = self._island.work(self.work)
+        self.own_work = make_work(self.vector) if make_work else local_work(run, self.vector, inner, own_loop)
+        """This process's part of the local work, which ``work`` has all ranks of an island do."""
+        self.work = self.own_work if self._island is None else self._island.work(self.own_work)
         self._on_mean, self._on_committed = setup.on_mean, setup.on_committed
         self._build = setup.build
         self._divergence, self._stage = setup.divergence, setup.stage

@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
 from shoal.peer.training.algorithms import LocalWork
+from shoal.peer.training.data import BatchShare
 from shoal.peer.training.device_streams import moved
 from shoal.peer.training.layers import LayeredRecipe, StageModel
 from shoal.peer.training.rng import derived_seed, random_states, seeded
@@ -46,13 +47,33 @@ class HeldStage:
     work: LocalWork
 
 
+class MicroBatchShares(Protocol):
+    """How the ranks of an island, over which the stages' parameters are spread, share a micro-batch.
+
+    Each rank is given whole tensors and computes its share of the samples; the parameters' gradients become the mean of
+    those that the ``groups`` of ranks with the same samples have.
+    """
+
+    @property
+    def groups(self) -> int: ...
+
+    def of(self, whole: Tensor) -> tuple[Tensor, BatchShare]:
+        """Return this rank's samples of a tensor, (b, …), never none, see ``BatchShare``."""
+
+    def gathered(self, mine: Tensor, samples: int) -> Tensor:
+        """Return the whole tensor of so many samples from the ranks' shares."""
+
+    def mean_loss(self, loss: Tensor, share: BatchShare) -> Tensor:
+        """Return the mean loss of a micro-batch, (), from those of the ranks' shares."""
+
+
 @dataclass(frozen=True)
 class ComputeSettings:
     """Settings of ``StageCompute``.
 
     ``recompute``: keep only a micro-batch's input and repeat the forward pass for its gradient, a third more work for
     much less memory; ``seed``: the run's, for layers that draw random numbers; ``input_shape``: shape of one sample of
-    the input where that comes from other peers, else None.
+    the input where that comes from other peers, else None; ``shares``: of an island's ranks, else None.
     """
 
     device: torch.device
@@ -61,6 +82,7 @@ class ComputeSettings:
     recompute: bool = False
     seed: int = 0
     input_shape: tuple[int, ...] | None = None
+    shares: MicroBatchShares | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +101,9 @@ class BackwardResult:
 class _MicroBatchInFlight:
     """A micro-batch between its forward and its backward pass.
 
-    ``output``: with its graph; None if backward has to compute it, with ``recompute`` from ``buffers``, the stages'
-    buffers as they were before the first pass.
+    ``given``: input of this rank's share; ``output``: with its graph; None if backward has to compute it, with
+    ``recompute`` from ``buffers``, the stages' buffers as they were before the first pass; ``output_shape``: of the
+    whole micro-batch.
     """
 
     given: Tensor
@@ -121,8 +144,9 @@ class StageCompute:
         """
         assert key not in self._in_flight, "a micro-batch goes backward or is dropped before it comes again"
         assert len(self._in_flight) < self._settings.max_in_flight, "the engine limits the micro-batches in flight"
-        self._check_input(given, key.stop - key.start)
-        kept = _MicroBatchInFlight(moved(given.detach(), self._settings.device))
+        samples = key.stop - key.start
+        self._check_input(given, samples)
+        kept = self._begun(given)
         if not self._is_first:
             kept.given.requires_grad_(True)
         output = None
@@ -131,10 +155,10 @@ class StageCompute:
                 kept.buffers = [self._copied_buffers(number) for number in range(len(self._stages))]
             with torch.set_grad_enabled(not self._settings.recompute):
                 output = self._run(key, kept.given, None)
-            kept.output_shape = output.shape
+            kept.output_shape = torch.Size((samples, *output.shape[1:]))
             kept.output = None if self._settings.recompute else output
         self._in_flight[key] = kept
-        return None if output is None else output.detach()
+        return None if output is None else self._gathered(output.detach(), samples)
 
     def backward(self, key: MicroBatchKey, received: Tensor, accumulate: Collection[int]) -> BackwardResult:
         """Run a micro-batch backward and drop it.
@@ -146,25 +170,16 @@ class StageCompute:
         kept, samples = self._in_flight[key], key.stop - key.start
         self._check_received(kept, received, samples)
         granted = [stage for stage in self._stages if stage.number in accumulate]
-        wanted: list[Tensor] = [one for stage in granted for one in self._trainable[stage.number]]
-        if not self._is_first:
-            wanted.append(kept.given)
-        found: list[Tensor | None] = []
-        loss = None
-        if wanted or self._loss is not None:
+        loss = back = None
+        if granted or not self._is_first or self._loss is not None:
             output, gradient, loss = self._end(key, kept, received)
-            if wanted:
-                found.extend(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
+            back = self._gradients(kept.given, output, gradient, granted)
         del self._in_flight[key]
-        back = None
-        if not self._is_first:
-            last = found.pop()
-            back = torch.zeros_like(kept.given) if last is None else last
-        for parameter, its in zip(wanted, found, strict=False):
-            parameter.grad = its
+        if back is not None:
+            back = self._gathered_gradient(back, samples)
         for stage in granted:
             stage.work.step(samples, 1.0)
-        return BackwardResult(back, None if loss is None else loss.detach().float())
+        return BackwardResult(back, loss)
 
     def repeat(self, key: MicroBatchKey, given: Tensor, received: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Compute a micro-batch again that another replica has computed, and leave no trace of it.
@@ -173,21 +188,21 @@ class StageCompute:
         and the input's gradient. Raises ``WireError`` for tensors that do not fit."""
         samples = key.stop - key.start
         self._check_input(given, samples)
-        kept = _MicroBatchInFlight(moved(given.detach(), self._settings.device))
+        kept = self._begun(given)
         kept.buffers = [self._copied_buffers(number) for number in range(len(self._stages))]
         if received is None:
             with torch.no_grad():
-                return self._run(key, kept.given, kept.buffers), None
+                return self._gathered(self._run(key, kept.given, kept.buffers), samples), None
         kept.given.requires_grad_(True)
         if self._loss is not None:
             self._check_received(kept, received, samples)
         else:
             kept.output = self._run(key, kept.given, kept.buffers)
-            kept.output_shape = kept.output.shape
+            kept.output_shape = torch.Size((samples, *kept.output.shape[1:]))
             self._check_received(kept, received, samples)
-        output, gradient, _ = self._end(key, kept, received)
-        back = torch.autograd.grad(output, [kept.given], gradient, allow_unused=True)[0]
-        return output.detach(), torch.zeros_like(kept.given) if back is None else back
+        output, gradient, loss = self._end(key, kept, received)
+        back = self._gathered_gradient(self._input_gradient(kept.given, output, gradient), samples)
+        return self._gathered(output.detach(), samples) if loss is None else loss, back
 
     def drop(self, key: MicroBatchKey) -> None:
         """Drop a micro-batch, if it is in flight."""
@@ -200,16 +215,64 @@ class StageCompute:
     def _end(
         self, key: MicroBatchKey, kept: _MicroBatchInFlight, received: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the tensor to go backward from, its gradient, and the loss at the last stage."""
-        output = kept.output
+        """Return the tensor to go backward from, its gradient, and at the last stage the loss, () float32."""
+        output, shares = kept.output, self._settings.shares
         if output is None:
             output = self._run(key, kept.given, kept.buffers)
+        share = BatchShare(1, 1.0, 1)
+        if shares is not None:
+            received, share = shares.of(received)
         received = moved(received, self._settings.device)
         if self._loss is None:
-            return output, received.to(output.dtype), None
+            gradient = received.to(output.dtype)
+            if shares is not None:  # the mean over the groups is the sum over the samples then
+                gradient = gradient * float(shares.groups if share.samples else 0)
+            return output, gradient, None
         with self._settings.autocast():
             loss = self._loss.loss_of(output, received)
-        return loss, torch.ones_like(loss), loss
+        mean = loss.detach().float() if shares is None else shares.mean_loss(loss, share)
+        return loss, torch.full_like(loss, share.weight), mean
+
+    # The ranks of an island -----------------------------------------------------------------------------------
+
+    def _begun(self, given: Tensor) -> _MicroBatchInFlight:
+        mine = given.detach() if self._settings.shares is None else self._settings.shares.of(given.detach())[0]
+        return _MicroBatchInFlight(moved(mine, self._settings.device))
+
+    def _gathered(self, output: Tensor, samples: int) -> Tensor:
+        return output if self._settings.shares is None else self._settings.shares.gathered(output, samples)
+
+    def _gathered_gradient(self, back: Tensor, samples: int) -> Tensor:
+        shares = self._settings.shares
+        return back if shares is None else shares.gathered(back / shares.groups, samples)
+
+    def _gradients(
+        self, given: Tensor, output: Tensor, gradient: Tensor, granted: Sequence[HeldStage]
+    ) -> Tensor | None:
+        """Go backward, which leaves the gradients of the granted stages' parameters there; return the input's."""
+        if not granted:
+            return None if self._is_first else self._input_gradient(given, output, gradient)
+        if self._settings.shares is None:
+            wanted: list[Tensor] = [one for stage in granted for one in self._trainable[stage.number]]
+            inputs = [] if self._is_first else [given]
+            found = torch.autograd.grad(output, [*inputs, *wanted], gradient, allow_unused=True)
+            for parameter, its in zip(wanted, found[len(inputs) :], strict=True):
+                parameter.grad = its
+            back = found[0] if inputs else None
+        else:  # those of spread parameters are made as they are left at them
+            torch.autograd.backward(output, gradient)
+            for stage in self._stages:
+                if stage not in granted:
+                    stage.model.zero_grad()
+            back, given.grad = given.grad, None
+        if self._is_first:
+            return None
+        return torch.zeros_like(given) if back is None else back
+
+    @staticmethod
+    def _input_gradient(given: Tensor, output: Tensor, gradient: Tensor) -> Tensor:
+        back = torch.autograd.grad(output, [given], gradient, allow_unused=True)[0]
+        return torch.zeros_like(given) if back is None else back
 
     def _run(self, key: MicroBatchKey, given: Tensor, buffers: list[dict[str, Tensor]] | None) -> Tensor:
         """Return the last layer's output. Layers change ``buffers`` in place of the model's own, if given."""

@@ -10,7 +10,7 @@ import logging
 import time
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -37,6 +37,9 @@ from shoal.swarm.pipeline.planner.planner import explain_no_place
 from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorShowCapability
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.types import Capability, LayerSize
+
+if TYPE_CHECKING:  # torch.distributed is slow to import
+    from shoal.peer.island.stages import StageRanks
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +91,14 @@ class PipelinePeer:
 
     # The run --------------------------------------------------------------------------------------------------
 
-    def train(self) -> None:
-        """Train assigned stages until the run ends or ``request_stop``.
+    def train(self, island: StageRanks | None = None) -> None:
+        """Train assigned stages until the run ends or ``request_stop``. ``island``: ranks that this process leads.
 
         Raises ``RecipeError`` for a recipe that cannot be cut into stages, ``DeviceError`` if the device has not enough
         memory, ``ModelMismatch`` and ``CorpusError`` if model or data are not the run's, and ``Diverged``.
         """
         try:
-            work = self._prepare()
+            work = self._prepare(island)
             self._report_capability()
             with work.staging.computing():
                 self._hold_spans(work)
@@ -104,7 +107,7 @@ class PipelinePeer:
         except RunEnded as error:  # the run ended while this peer was getting ready
             log.info("%s", error)
 
-    def _prepare(self) -> SpanContext:
+    def _prepare(self, island: StageRanks | None) -> SpanContext:
         run, connection, recipe = self._connection.run_file, self._connection, self._recipe
         assert run.pipeline is not None
         layers = layered_recipe(recipe, run)
@@ -128,6 +131,9 @@ class PipelinePeer:
                 )
         check_layers_fit(run, recipe, self._memory.computing)
         self._measured = profile_model(run, recipe, self._device, time.time())
+        if island is not None:
+            self._measured = self._measured.shared_by(island.ranks)
+            self._memory = island.memory(run, self._memory)
         return SpanContext(
             connection=connection,
             layered=layered,
@@ -136,6 +142,7 @@ class PipelinePeer:
             recipe_config=recipe.config(),
             staging=Staging(self._device, codec_of(run.pipeline.activation_format)),
             layer_s=tuple(layer.seconds for layer in self._measured.layers),
+            island=island,
         )
 
     # Capability -----------------------------------------------------------------------------------------------
@@ -246,6 +253,7 @@ class PipelinePeer:
                 held = HeldSpan.enter(work, place)
             except NotAdmitted as error:
                 log.info("the assigned stages went to another peer before they were entered: %s", error)
+                work.drop_span()
                 continue
             try:
                 self._held = held
@@ -253,6 +261,7 @@ class PipelinePeer:
                 self._work_on(held)
             finally:
                 self._leave(held)
+            work.drop_span()
 
     def _work_on(self, held: HeldSpan) -> None:
         """Train a span until the plan moves this peer, the run ends, or this peer stops."""

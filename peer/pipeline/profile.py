@@ -11,7 +11,7 @@ import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -212,6 +212,10 @@ class ModelProfile:
     def seconds(self) -> float:
         """Seconds of one micro-batch, forward and backward, through the whole model."""
         return sum(layer.seconds for layer in self.layers)
+
+    def shared_by(self, ranks: int) -> ModelProfile:
+        """Return the figures of so many devices like the measured one, which share the work."""
+        return replace(self, layers=tuple(replace(one, seconds=one.seconds / ranks) for one in self.layers))
 
     def capability(self, peer: str, memory: MemoryBytes, bandwidth_bps: float, rtt_s: float = 0.0) -> PeerCapability:
         """Return this machine's capability for the planner."""

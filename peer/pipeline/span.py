@@ -9,7 +9,7 @@ from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from shoal.peer.member.memberships import Memberships
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.pipeline.capability_updates import SpeedEstimate
-from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.runner import StageRunner
+from shoal.peer.pipeline.sample_mixing import stage_mixes_samples
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import ComputeResult, SpanTraining, Task, TrainingSamples
 from shoal.peer.pipeline.view_watch import SpanAssignment, is_held
@@ -42,6 +43,9 @@ from shoal.swarm.pipeline.engine.work_checks import tolerance
 from shoal.swarm.pipeline.planner.model import RECOMPUTE_TIME
 from shoal.swarm.protocol.run_file import RunFile
 
+if TYPE_CHECKING:  # torch.distributed is slow to import
+    from shoal.peer.island.stages import StageLead, StageRanks
+
 log = logging.getLogger(__name__)
 
 _NUMBERS = 2**20
@@ -54,7 +58,7 @@ class SpanContext:
     """Everything that this peer needs to hold any span of the run.
 
     ``about``: description of the data for the run; ``layer_s``: measured seconds of each layer for a micro-batch,
-    forward and backward; ``divergence``: outlives spans.
+    forward and backward; ``divergence``: outlives spans; ``island``: ranks that compute the stages together.
     """
 
     connection: RunConnection
@@ -65,10 +69,16 @@ class SpanContext:
     staging: Staging
     layer_s: tuple[float, ...]
     divergence: Divergence = field(default_factory=Divergence)
+    island: StageRanks | None = None
 
     @property
     def run(self) -> RunFile:
         return self.connection.run_file
+
+    def drop_span(self) -> None:
+        """Have the other ranks of an island drop the stages of a span that was left."""
+        if self.island is not None:
+            self.island.leave_span()
 
 
 class HeldSpan:
@@ -115,8 +125,11 @@ class HeldSpan:
                 if not is_ours(members.run.client.view):  # building the stage before may have taken long
                     raise NotAdmitted(f"the plan has given stage {stage} to another peer")
                 build = partial(_initial_layers, work, boundaries[stage], boundaries[stage + 1])
-                model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.staging.device)
-                if work.run.inner.compile:
+                model = work.layered.build(boundaries[stage], boundaries[stage + 1])
+                lead = _spread(work, shapes, boundaries, stage, model)
+                if lead is None:
+                    model = model.to(work.staging.device)
+                if lead is None and work.run.inner.compile:
                     compile_layers(model, partial(_try_out, work, model, shapes.inputs[stage], stage=stage))
                 member: LocalMember = network.call(members.enter(stage, is_ours), interruptible=True)
                 about = StageAbout(number=stage, stages=place.stages)
@@ -127,19 +140,21 @@ class HeldSpan:
                     stage=about,
                     build=build,
                     divergence=work.divergence,
+                    island=lead,
                 )
                 folder, emit = stage_folder(work.connection.folder, stage), partial(work.connection.emit, stage=stage)
                 replicas[stage] = work.connection.replica(member, setup, folder, emit)
                 replicas[stage].register(work.about)
                 progress.prepared = len(replicas) / len(stages)
-                held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
+                held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].own_work))
         except BaseException:
             _reset_headway(progress)
             network.call(members.leave_all())
             raise
         settings = {stage: _compute_settings(work, shapes, stage, recompute=place.recomputes) for stage in stages}
         speed = SpeedEstimate(partial(_expected_s, work, place, is_last=is_last))
-        training = SpanTraining(held, replicas, work.samples, settings, speed.add, is_last=is_last)
+        make = StageCompute if work.island is None else work.island.begin_span(settings, is_last=is_last)
+        training = SpanTraining(held, replicas, work.samples, settings, speed.add, is_last=is_last, make_compute=make)
         client = members.run.client
         engine = StageEngine(
             span,
@@ -239,6 +254,17 @@ def _try_out(work: SpanContext, model: StageModel, shape: tuple[int, ...], *, st
     output.float().sum().backward()
 
 
+def _spread(
+    work: SpanContext, shapes: StageShapes, boundaries: tuple[int, ...], stage: int, model: StageModel
+) -> StageLead | None:
+    """Spread a stage's layers over the ranks of an island, if there is one."""
+    if work.island is None:
+        return None
+    shape, is_last = shapes.inputs[stage] if stage else None, stage == len(boundaries) - 2
+    mixes = stage_mixes_samples(work.samples.recipe, work.samples.data, model, shape, is_last=is_last)
+    return work.island.enter_stage(stage, (boundaries[stage], boundaries[stage + 1]), model, mixes=mixes)
+
+
 def _expected_s(work: SpanContext, place: SpanAssignment, from_stage: int, *, is_last: bool) -> float:
     """Return the profiled seconds of a micro-batch that enters at a stage, through the rest of the span.
 
@@ -258,6 +284,7 @@ def _compute_settings(work: SpanContext, shapes: StageShapes, stage: int, *, rec
         recompute=recompute,
         seed=work.run.run.seed,
         input_shape=shapes.inputs[stage] if stage else None,
+        shares=None if work.island is None else work.island.shares(),
     )
 
 

@@ -24,6 +24,8 @@ from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import Busy, NotAdmitted, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward, MicroBatch
 
+MakeCompute = Callable[[Sequence[HeldStage], ComputeSettings, LayeredRecipe | None], StageCompute]
+
 _Pass = tuple[Mark, Mark]
 """Beginning and end of a forward or backward pass on the device."""
 
@@ -126,11 +128,12 @@ class SpanTraining:
         took: Callable[[int, float], None],
         *,
         is_last: bool,
+        make_compute: MakeCompute = StageCompute,
     ) -> None:
         """``held``: the span's stages in order; ``replicas`` and ``settings``: by stage, the latter by the one at which
         a micro-batch enters; ``took``: called with that stage and the seconds of the device, forward and backward, of
         every micro-batch whose gradient counted in all stages from there on, once the device is done; ``is_last``: the
-        model's last stage is held.
+        model's last stage is held; ``make_compute``: of the ranks of an island.
         """
         self.replicas = dict(replicas)
         self._samples = samples
@@ -140,8 +143,9 @@ class SpanTraining:
         self._forwards: dict[int, _Pass] = {}
         self._timed: deque[tuple[int, _Pass, _Pass]] = deque()
         self._held, self._settings = tuple(held), settings
+        self._make_compute = make_compute
         self._computes = {
-            stage.number: StageCompute(held[at:], settings[stage.number], samples.recipe if is_last else None)
+            stage.number: make_compute(held[at:], settings[stage.number], samples.recipe if is_last else None)
             for at, stage in enumerate(held)
         }
         self._keys: dict[int, tuple[StageCompute, MicroBatchKey]] = {}
@@ -228,7 +232,7 @@ class SpanTraining:
             given, read = self._samples.read(micro_batch)
         is_end = self._is_last and task.last == self._held[-1].number
         held = [stage for stage in self._held if task.first <= stage.number <= task.last]
-        compute = StageCompute(held, settings, self._samples.recipe if is_end else None)
+        compute = self._make_compute(held, settings, self._samples.recipe if is_end else None)
         key = MicroBatchKey(micro_batch.round, micro_batch.start, micro_batch.stop, -1)
         output, back = compute.repeat(key, given, targets if is_end else task.gradient)
         return RepeatedTensors(

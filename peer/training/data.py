@@ -100,6 +100,14 @@ class BatchShare:
         return self.samples / self.mean
 
 
+def not_in_islands(call: str) -> UserError:
+    """Return the error of a session's call that counts what only one rank would have."""
+    return UserError(
+        f"{call} is not for the ranks of an island, which take batches and steps together: take batches from "
+        "session.batches(dataset), and call session.step(loss) after each"
+    )
+
+
 _MOST_LOSS = 1e30
 """Largest loss that is told, as messages allow no larger one."""
 

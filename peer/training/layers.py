@@ -74,6 +74,10 @@ class StageModel(nn.Module):
                 )
 
     @property
+    def layers(self) -> tuple[Layer, ...]:
+        return self._layers
+
+    @property
     def parts(self) -> tuple[nn.Module, ...]:
         """Modules that run one after the other, each once."""
         return tuple(dict.fromkeys(part for layer in self._layers for _, part in layer.parts))

@@ -40,14 +40,11 @@ def test_options_that_do_not_fit_each_other() -> None:
         _devices_of(Work(device="cpu", devices="cpu:2"))
 
 
-def test_pipelines_and_other_roles_are_refused() -> None:
+def test_other_roles_are_refused() -> None:
     run = parse_run_file(run_toml(rounds=1))
     check_island_can_train(run, "trainer")
     with pytest.raises(DeviceError, match="members that train"):
         check_island_can_train(run, "validator")
-    staged = parse_run_file(run_toml(rounds=1, algorithm="virtual_batch") + "[pipeline]\nmicro_batch = 2\n")
-    with pytest.raises(DeviceError, match="pipeline"):
-        check_island_can_train(staged, "trainer")
     undivided = parse_run_file(run_toml(rounds=1).replace("[inner]", '[inner]\noptimizer = "adafactor"'))
     with pytest.raises(DeviceError, match="Adafactor"):
         check_island_can_train(undivided, "trainer")

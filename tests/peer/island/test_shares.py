@@ -1,7 +1,5 @@
 """Shares of a batch among the ranks of an island, and the gradient that they add up to."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,9 @@ from shoal.peer.training.inner_loop import InnerLoop
 
 
 def rank_of(place: int, ranks: int, tensor_parallel: int) -> Island:
-    return SimpleNamespace(_place=place, ranks=ranks, tensor_parallel=tensor_parallel)  # type: ignore[return-value]
+    island = object.__new__(Island)  # without the other ranks
+    island._place, island.ranks, island.tensor_parallel = place, ranks, tensor_parallel
+    return island
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 7, 8])
@@ -26,6 +26,7 @@ def test_each_sample_counts_once(samples: int, ranks: int, tensor_parallel: int)
         assert share.samples <= share.most
         assert share.weight == pytest.approx(share.samples * groups / samples)
         counted += mine[: share.samples].tolist()
+        assert share.samples == rank_of(place, ranks, tensor_parallel).samples_by_group(samples)[place]
     assert counted == indices.tolist()
 
 

@@ -106,7 +106,8 @@ class Side:
         )
         self.peer._last_warning = ""
         self.peer._measured = ModelProfile(1, ("a",), (LayerProfile("a", LayerCost(4, 4, 4), 0.1),))
-        self.peer._prepare = lambda: SimpleNamespace(staging=Staging(torch.device("cpu"), get_codec("int8")))
+        staging = Staging(torch.device("cpu"), get_codec("int8"))
+        self.peer._prepare = lambda island: SimpleNamespace(staging=staging, drop_span=lambda: None)
         self.peer._emit_span = lambda held, boundaries: None
         self.peer._leave = lambda held: held.leave()
         monkeypatch.setattr(pipeline_peer.HeldSpan, "enter", self.enter)

@@ -11,7 +11,7 @@ def test_a_run_that_ends_while_a_peer_gets_ready_is_no_failure_of_that_peer() ->
     peer: Any = PipelinePeer.__new__(PipelinePeer)
     tried = []
 
-    def prepare() -> None:
+    def prepare(island: None) -> None:
         tried.append(1)
         raise RunEnded("the run is over")
 
