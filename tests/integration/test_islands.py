@@ -5,6 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from tests.integration.harness import (
     CALM,
     DOOMED_MEMBER,
@@ -17,11 +18,17 @@ from tests.integration.harness import (
     Process,
     Swarm,
     check_journal,
+    check_parity,
     eventually,
     finish,
+    held,
     run_toml,
 )
+from tests.integration.plain_loop import plain_loop
 
+from shoal.peer.checkpoints.checkpoint import read_checkpoint
+from shoal.peer.checkpoints.source import FolderSource
+from shoal.peer.checkpoints.store import checkpoint_folders
 from shoal.peer.island.training import __name__ as RANK
 from shoal.swarm.errors import DeviceError, IslandBroken
 
@@ -162,15 +169,32 @@ def test_a_rank_is_killed(swarm: Swarm, step: str, victim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.matrix
-def test_tensor_parallel_in_a_run(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(max_s=3.0))
-    one = swarm.member(host.invite, "one")
-    options = ("--devices", "cpu:2", "--tensor-parallel", "2")
-    two = swarm.member(host.invite, "two", extra=options, device="auto")
-    first = together([one, two], 2)
-    together([one, two], 2, after=first)
-    finish(host, [one, two])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_tensor_parallel_in_a_run_equals_one_process(swarm: Swarm, ranks: int) -> None:
+    """Layers cut among two, with two of such pairs of FSDP2, beside a single process: rounds of a virtual batch."""
+    rounds, batch = 3, 48
+    outer = 'optimizer = "adamw"\nlr = 2e-3\nweight_decay = 0.01'
+    toml = run_toml(
+        algorithm="virtual_batch", codec="float32", tokens=batch * 32, max_s=120, rounds=rounds, outer=outer
+    )
+    host, gate = swarm.host(toml), swarm.folder / "gate"
+    gate.touch()  # they begin together: else the first might do everything alone
+    options = ("--devices", f"cpu:{ranks}", "--tensor-parallel", "2")
+    island = swarm.member(host.invite, "island", held(gate), extra=options, device="auto")
+    one = swarm.member(host.invite, "one", held(gate, 0.2))
+    for member in (island, one):
+        member.says("waits at the gate", START_S)
+    gate.unlink()
+    for member in (island, one):
+        assert member.exit_code(WITHIN_S) == 0, member.tail()
+    host.stop()
+    check_parity(host, [island, one])
+    verdicts = [event.verdict for event in check_journal(host)]
+    assert any(verdict.plan and len(verdict.plan.members) == 2 for verdict in verdicts), "both have averaged together"
+    trained = read_checkpoint(FolderSource(checkpoint_folders(next(island.folder.glob("state/*/*/checkpoints")))[-1]))
+    assert trained.state.version == rounds
+    plain = torch.cat([values.reshape(-1) for values in plain_loop(toml, rounds, batch).values()])
+    assert torch.linalg.vector_norm(trained.state.anchor - plain) < 1e-5 * torch.linalg.vector_norm(plain)
 
 
 @pytest.mark.slow

@@ -3,10 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from tests.integration.harness import run_toml
 from torch import Tensor, nn
 
 from shoal.peer.island.group import Island
+from shoal.peer.island.stages import RankShares, StageRanks
+from shoal.peer.training.device import MemoryBytes
 from shoal.peer.training.inner_loop import InnerLoop
+from shoal.swarm.memory_account import account_of
+from shoal.swarm.protocol.run_file import parse_run_file
 
 
 def rank_of(place: int, ranks: int, tensor_parallel: int) -> Island:
@@ -57,3 +62,21 @@ def test_the_mean_of_the_ranks_gradients_is_that_of_the_batch(samples: int) -> N
     assert torch.allclose(sum(one for one, _ in parts) / ranks, alone, atol=1e-6)
     assert torch.allclose(sum(one for _, one in parts) / ranks, mean_loss, atol=1e-6)
     assert len({passes.count(place) for place in range(ranks)}) == 1, "all ranks make as many passes"
+
+
+def test_what_planners_count_of_an_island_that_holds_stages() -> None:
+    """The image of the parameters is in the machine's memory besides; each group of ranks has its samples' part."""
+    run = parse_run_file(run_toml(rounds=1, algorithm="virtual_batch"))
+    lead, one = StageRanks(rank_of(0, 4, 2), {}), account_of(run).demand()
+    here = lead.memory(run, MemoryBytes(10**9, 10**8))
+    assert here.device == 2 * 10**8
+    assert here.host == pytest.approx(10**9 * one.host / (one.host + 1.0))
+    assert lead.memory(run, MemoryBytes(10**9, None)).host == pytest.approx(10**9 * one.shared / (one.shared + 1.0))
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_rows_of_a_micro_batch(divides: bool) -> None:
+    whole = torch.arange(10).view(5, 2)
+    rows, share = RankShares(rank_of(1, 2, 1), divides=divides).of(whole)
+    assert torch.equal(rows, whole[2:] if divides else whole)
+    assert (share.samples, share.weight) == ((3, 1.2) if divides else (5, 1.0))
