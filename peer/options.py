@@ -23,6 +23,9 @@ SHOAL_HOME = Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal")
 DEFAULT_PORT = 7707
 """Port that a host listens on by default."""
 
+DEFAULT_WEB_PORT = 7780
+"""Port of the page for browsers by default."""
+
 STOPPED_AT_ONCE = 130
 """Exit code after a second Ctrl-C."""
 

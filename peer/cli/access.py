@@ -349,7 +349,7 @@ def show_records(source: str, keys: Path, *, as_json: bool, only_scores: bool = 
     _, checked, broken = checked_records(source, keys)
     shown = [one for one in checked if (one.score is not None) == only_scores]
     if as_json:
-        from shoal.peer.terminal.views import jsonable
+        from shoal.swarm.protocol.json_values import jsonable
 
         for record in shown:
             print(json.dumps(jsonable(record.model_dump()) | {"signature_ok": True}))

@@ -83,6 +83,17 @@ def log_command(
     show_log(open_log(run, _reader(identity)), console, last, round_number, json_lines=as_json)
 
 
+@app.command("page")
+def page_command(
+    run: Annotated[str, typer.Argument(envvar=INVITE_VARIABLE, help="An invite, or the folder of a host.")],
+    out: Annotated[str, typer.Option(metavar="DIR|URL", help="Folder for the files, or a URL, with fsspec.")],
+) -> None:
+    """Copy a run's page into files that need no server: for a web site, or to open from a disk."""
+    from shoal.peer.cli.page_copy import copy_page
+
+    console.print(copy_page(run, out), highlight=False, soft_wrap=True)
+
+
 @app.command("verify")
 def verify_command(
     folder: Annotated[

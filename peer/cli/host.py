@@ -9,10 +9,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -60,8 +61,12 @@ from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, unused_inner_settings
 from shoal.swarm.protocol.types import MAX_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
-from shoal.swarm.system import call_on_signals
+from shoal.swarm.system import allow_files, call_on_signals
 from shoal.swarm.transport.tcp.sockets import own_end
+from shoal.swarm.web.source import HostedPage
+
+if TYPE_CHECKING:
+    from shoal.swarm.web.server import PageServer
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +116,7 @@ class HostOptions:
     ``data``: the folders that the run's data is looked for in, for that. ``publish``: path or URL where the run's
     card is kept up to date; empty for nowhere.
     ``via``: relays that this host is reached over; ``relay``: run one beside it for members that cannot be dialed,
-    unless it is reached over others."""
+    unless it is reached over others. ``web``: where to serve the page of the runs; None for nowhere."""
 
     identity: Path | None
     state: Path
@@ -124,12 +129,14 @@ class HostOptions:
     publish: str = ""
     via: tuple[RelayUrl, ...] = ()
     relay: bool = True
+    web: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
 class Hosting:
     """Facts of a started host that are printed for the person who runs it. ``card``: where its card is published,
-    empty for nowhere; ``key``: that the card is signed with, as directories name it."""
+    empty for nowhere; ``key``: that the card is signed with, as directories name it. ``page``: address of the runs'
+    page; empty without one."""
 
     run: RunFile
     invite: Invite
@@ -138,6 +145,7 @@ class Hosting:
     resumed_version: int
     card: str = ""
     key: str = ""
+    page: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,19 +187,44 @@ async def host(
     stop = asyncio.Event()
     call_on_signals(stop.set)
     address = (options.bind[0], options.bind[1] or next(filter(None, (_earlier_port(one.state) for one in runs)), 0))
-    told = on_start, on_event
-    if len(run_paths) == 1:
-        async with (
-            _leased(runs[0], options, keys) as journal,
-            CoordinatorFront.open(keys, address, names) as front,
-        ):
-            await _serve(front, runs[0], journal, options, stop, *told)
-        return
-    async with CoordinatorFront.open(keys, address, names) as front, task_scope() as tasks:
-        kept = [tasks.create_task(_keep_serving(front, one, options, stop, *told)) for one in runs]
-        await asyncio.wait(kept)
+    async with AsyncExitStack() as ending:
+        journal = await ending.enter_async_context(_leased(runs[0], options, keys)) if len(run_paths) == 1 else None
+        front = await ending.enter_async_context(CoordinatorFront.open(keys, address, names))
+        pages = ending.enter_context(_pages(options.web)) if options.web is not None else None
+        shared = _Host(front, pages, options, stop, on_start, on_event)
+        if journal is not None:
+            await _serve(shared, runs[0], journal)
+            return
+        async with task_scope() as tasks:
+            kept = [tasks.create_task(_keep_serving(shared, one)) for one in runs]
+            await asyncio.wait(kept)
     if not any(one.result() for one in kept):
         raise HostCrashed("none of the runs could go on, as was said above: their journals are kept")
+
+
+@dataclass(frozen=True)
+class _Host:
+    """What all runs of a host share. ``pages``: the server of their page, if there is one."""
+
+    front: CoordinatorFront
+    pages: PageServer | None
+    options: HostOptions
+    stop: asyncio.Event
+    on_start: Callable[[Hosting], None]
+    on_event: Callable[[Event], None]
+
+
+@contextmanager
+def _pages(web: tuple[str, int]) -> Iterator[PageServer]:
+    """Serve the page. Raises ``UserError`` and ``Unreachable``."""
+    from shoal.swarm.web.server import MOST_CONNECTIONS, PageServer
+
+    spare = allow_files(HOST_DESCRIPTORS + MOST_CONNECTIONS) - HOST_DESCRIPTORS
+    server = PageServer(web, spare)
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 async def _prepared_runs(run_paths: Sequence[Path], options: HostOptions) -> list[HostedRun]:
@@ -250,21 +283,14 @@ def _take_lease(journal: LocalJournal, one: HostedRun, options: HostOptions, key
     return epoch
 
 
-async def _keep_serving(
-    front: CoordinatorFront,
-    one: HostedRun,
-    options: HostOptions,
-    stop: asyncio.Event,
-    on_start: Callable[[Hosting], None],
-    on_event: Callable[[Event], None],
-) -> bool:
+async def _keep_serving(shared: _Host, one: HostedRun) -> bool:
     """Serve one of several runs; begin again, after longer and longer pauses, when it fails. Returns False when it has
     failed too often, or for a reason that does not pass by itself."""
     restarts = Restarts()
-    while not stop.is_set():
+    while not shared.stop.is_set():
         try:
-            async with _leased(one, options, front.node.control.keys) as journal:
-                await _serve(front, one, journal, options, stop, on_start, on_event)
+            async with _leased(one, shared.options, shared.front.node.control.keys) as journal:
+                await _serve(shared, one, journal)
         except NEEDS_A_PERSON as error:
             log.error(
                 "the run %s cannot go on: %s. It is not served until that is put right and the host is started again; "
@@ -288,28 +314,21 @@ async def _keep_serving(
             )
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await stop.wait()
+                    await shared.stop.wait()
     return True
 
 
-async def _serve(
-    front: CoordinatorFront,
-    one: HostedRun,
-    leased: tuple[LocalJournal, int],
-    options: HostOptions,
-    stop: asyncio.Event,
-    on_start: Callable[[Hosting], None],
-    on_event: Callable[[Event], None],
-) -> None:
+async def _serve(shared: _Host, one: HostedRun, leased: tuple[LocalJournal, int]) -> None:
     """Serve a run until ``stop``. Raises what it cannot go on from."""
 
     def report(decided: JournalEvent) -> None:
         event = describe_event(decided)
         if event is not None:
-            on_event(event | {"run": one.name})
+            shared.on_event(event | {"run": one.name})
 
+    options = shared.options
     text, run, state, identity, backup = one.text, one.run, one.state, one.identity, one.backup
-    async with AsyncExitStack() as ending, front.serving(text, run, identity, *leased) as service:
+    async with AsyncExitStack() as ending, shared.front.serving(text, run, identity, *leased) as service:
         port = service.node.control_port
         advertised = options.advertise or (() if options.via else ((_own_address(options.bind[0]), port),))
         addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
@@ -347,17 +366,21 @@ async def _serve(
         resumed = scope.round_number, scope.anchor_version
         at = card_place(options.publish, run.run.name) if options.publish else None
         shown, key = at.shown if at else "", key_text(identity.public_key)
+        page = ""
+        if shared.pages is not None:
+            ending.enter_context(shared.pages.showing(HostedPage(service), asyncio.get_running_loop()))
+            page = shared.pages.url
 
         def announce(invite: Invite) -> None:
             keep(INVITE_FILE, f"{invite}\n".encode(), 0o600)
-            on_start(Hosting(run, invite, state, *resumed, shown, key))
+            shared.on_start(Hosting(run, invite, state, *resumed, shown, key, page))
 
         invite = await make_invite()
         announce(invite)
         async with task_scope() as tasks:
             following = tasks.create_task(_follow_admission(service, make_invite, announce))
             try:
-                await (service.wait(stop) if at is None else _publishing(service, invite, at, stop))
+                await (service.wait(shared.stop) if at is None else _publishing(service, invite, at, shared.stop))
             finally:
                 following.cancel()
 

@@ -27,12 +27,13 @@ from shoal.peer.history.chain import ChainCheck
 from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin, UnpackedHistory, unpack_history
 from shoal.peer.regular_file import read_regular
 from shoal.peer.terminal.events import count_text, loss_text, printable
-from shoal.peer.terminal.views import jsonable, stopped_lines
+from shoal.peer.terminal.views import stopped_lines
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.client.observer import observe, observe_stages
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.protocol.identity import Identity, peer_id
 from shoal.swarm.protocol.invite import Invite, invite_text
+from shoal.swarm.protocol.json_values import jsonable
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
     CoordinatorToPeerVerdicts,

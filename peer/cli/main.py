@@ -32,7 +32,7 @@ from shoal.peer.cli.guest import (
 from shoal.peer.cli.guest import app as guest_commands
 from shoal.peer.cli.runs import DirectoryOption
 from shoal.peer.cli.runs import app as finding_commands
-from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
+from shoal.peer.options import DEFAULT_PORT, DEFAULT_WEB_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
 from shoal.swarm import system
 from shoal.swarm.errors import RunAmended, RunEnded, ShoalError, UserError
 from shoal.swarm.system import run_loop
@@ -120,6 +120,15 @@ PortMapping = Annotated[
         "--port-mapping/--no-port-mapping", help="Ask the router to forward ports (PCP, NAT-PMP, UPnP) if it is needed."
     ),
 ]
+WebOption = Annotated[
+    str | None,
+    typer.Option(
+        is_flag=False,
+        flag_value=f"127.0.0.1:{DEFAULT_WEB_PORT}",
+        metavar="[HOST:PORT]",
+        help="Serve a page for browsers there; without an address for this machine only.",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")]
 
 
@@ -163,6 +172,7 @@ def host_command(
     no_relay: Annotated[
         bool, typer.Option("--no-relay", help="Run no relay beside, for members that cannot be dialed.")
     ] = False,
+    web: WebOption = None,
     log_json: LogJson = None,
     track: TrackOption = None,
     verbose: Verbose = False,
@@ -199,6 +209,7 @@ def host_command(
         publish=publish,
         via=tuple(RelayUrl.parse(url) for url in via or ()),
         relay=not no_relay,
+        web=None if web is None else split_host_port(web, DEFAULT_WEB_PORT),
     )
 
     def on_start(hosting: Hosting) -> None:
@@ -211,6 +222,8 @@ def host_command(
         if run.start is not None:
             where = "where its checkpoint is, join with --from FOLDER"
             console.print(f"Start   {run.start.source}; {where}", soft_wrap=True)
+        if hosting.page:
+            console.print(f"Page    {hosting.page}", highlight=False, soft_wrap=True)
         if hosting.card:
             console.print(f"Card    {hosting.card}", markup=False, soft_wrap=True)
             console.print(f"Key     {hosting.key}", highlight=False)
@@ -383,6 +396,7 @@ def join_command(
         list[str] | None,
         typer.Option(metavar="INVITE|NAME", help="Join this run when the one before has ended; repeatable."),
     ] = None,
+    web: WebOption = None,
     log_json: LogJson = None,
     track: TrackOption = None,
     verbose: Verbose = False,
@@ -448,6 +462,14 @@ def join_command(
             reporter.watch(peer)
             about = TrackedRun.of(connection.run_file, connection.peer)
             trackers.extend(ending.enter_context(Tracker(choice, about)) for choice in choices)
+            if web is not None:
+                from shoal.peer.member.page_source import JoinedPage, network_loop
+                from shoal.swarm.web.server import PageServer
+
+                pages = PageServer(split_host_port(web, DEFAULT_WEB_PORT))
+                ending.callback(pages.close)
+                ending.enter_context(pages.showing(JoinedPage(connection), network_loop(connection)))
+                console.print(f"Page    {pages.url}", highlight=False, soft_wrap=True)
 
         limits = MemoryLimits(host_bytes, device_bytes)
         work = Work(device, devices, tensor_parallel, limits, threads or None)
@@ -516,9 +538,10 @@ def status_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a run: its round and loss, and each member's device, speed and share of the work."""
-    from shoal.peer.terminal.views import status_json, status_table
+    from shoal.peer.terminal.views import status_table
     from shoal.swarm.client.observer import get_status
     from shoal.swarm.protocol.invite import Invite
+    from shoal.swarm.protocol.json_values import status_json
 
     status = run_loop(get_status(Invite.read(invite)))
     if as_json:
@@ -586,6 +609,7 @@ def demo_command(
     preset: Annotated[str | None, typer.Option(help="Algorithm: diloco (the default) or sparseloco.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this JSON file.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("shoal-demo"),
+    web: WebOption = None,
 ) -> None:
     """Train a small model with several peers on this machine; one is killed, and one joins late.
 
@@ -594,7 +618,7 @@ def demo_command(
     from shoal.peer.demo.scenario import make_scenario
 
     scenario = make_scenario(peers, minutes, preset, pipeline=pipeline)
-    raise typer.Exit(run_demo(scenario, out, json_file, console))
+    raise typer.Exit(run_demo(scenario, out, json_file, console, web or ""))
 
 
 def _memory(option: str, text: str) -> int | None:

@@ -74,6 +74,11 @@ class Child:
         texts = [path.read_text() for path in (self.folder / "state").glob("*/invite.txt")]
         return next((text.strip() for text in texts if text.endswith("\n")), "")
 
+    def page(self) -> str:
+        """Address of the page of a host that has given an invite; empty without one."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return next((line.split()[1] for line in lines if line.startswith("Page  ")), "")
+
     def kill(self) -> None:
         """Send SIGKILL."""
         self.killed = True

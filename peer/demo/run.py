@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from shoal.peer.cli.page_copy import copy_page
 from shoal.peer.demo.board import Board
 from shoal.peer.demo.processes import Child, fresh_folder
 from shoal.peer.demo.report import conclude, make_report
@@ -41,8 +42,9 @@ class DemoFailed(Exception):
 class Runner:
     """A coordinator and its peers, each with a folder in ``folder``; ``log`` tells what happened."""
 
-    def __init__(self, folder: Path, scenario: Scenario, ends: RunSection, console: Console) -> None:
-        """``ends``: after how many seconds, at the latest, and maybe rounds."""
+    def __init__(self, folder: Path, scenario: Scenario, ends: RunSection, console: Console, web: str) -> None:
+        """``ends``: after how many seconds, at the latest, and maybe rounds; ``web``: where to show the run's page,
+        empty for nowhere."""
         assert ends.max_s is not None
         self.log = RunLog(ends, time.time())
         self._folder = folder
@@ -54,6 +56,7 @@ class Runner:
         """The coordinator, once it was started."""
         self._peers: dict[str, Child] = {}
         self._invite = ""
+        self._web = web
         self._asked_s = 0.0
         self._said = ""
 
@@ -94,13 +97,17 @@ class Runner:
     def _start_host(self) -> None:
         self._board.say("the coordinator starts")
         folder = self._folder / "host"
-        self._hosts = [Child("host", folder, ["host", str(self._folder / "run.toml"), "--bind", "127.0.0.1:0"])]
+        arguments = ["host", str(self._folder / "run.toml"), "--bind", "127.0.0.1:0"]
+        arguments += ["--web", self._web] if self._web else []
+        self._hosts = [Child("host", folder, arguments)]
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             self._look()
             self._invite = self._hosts[0].invite()
             if self._invite:
                 self.log.started = time.time()
+                if page := self._hosts[0].page():
+                    self._console.print(Text.assemble("Page    ", (page, "cyan")))
                 return
             time.sleep(_POLL_S)
         raise DemoFailed(f"the coordinator gave no invite within {_START_S:.0f} s", self._hosts[0])
@@ -169,17 +176,21 @@ class Runner:
         return outlook
 
 
-def run_demo(scenario: Scenario, out: Path, json_path: Path | None, console: Console) -> int:
-    """Run the whole demo in a new folder in ``out``, and write its figures to ``json_path``. Returns the exit code: 0
-    when a model was trained and all peers agree on it. Raises ``StorageError``."""
+def run_demo(scenario: Scenario, out: Path, json_path: Path | None, console: Console, web: str = "") -> int:
+    """Run the whole demo in a new folder in ``out``, and write its figures to ``json_path``; ``web``: where to show the
+    run's page, of which a copy stays. Returns the exit code: 0 when a model was trained and all peers agree on it.
+    Raises ``StorageError``."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the processes are ended, too
     run = parse_run_file(scenario.toml)
     recipe = load_recipe(run)
     assert isinstance(recipe, GptRecipe)
     folder = fresh_folder(out)
-    runner = Runner(folder, scenario, run.run, console)
+    runner = Runner(folder, scenario, run.run, console, web)
     try:
         troubles = runner.run()
+        if web:
+            page = copy_page(str(folder / "host" / "state" / run.run.name), str(folder / "page"))
+            console.print(Text.assemble("Page    ", (page, "cyan")))
         torch.set_num_threads(1)  # several would wait for each other where others use the cores, too
         console.print("Measuring the model on text that it has not seen", style="dim")
         report, model = make_report(folder, run, recipe, runner.log)

@@ -18,7 +18,7 @@ from rich.text import Text
 from shoal.peer.event_schema import Event
 from shoal.peer.terminal.events import plain_line
 from shoal.peer.terminal.snapshot import Snapshot, Watched
-from shoal.peer.terminal.views import session_panel, status_json, status_line, status_table
+from shoal.peer.terminal.views import session_panel, status_line, status_table
 from shoal.swarm.errors import ShoalError, StorageError
 
 log = logging.getLogger(__name__)
@@ -195,6 +195,5 @@ __all__ = [
     "Reporter",
     "plain_line",
     "setup_logging",
-    "status_json",
     "status_table",
 ]

@@ -421,22 +421,3 @@ def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType
         Text(filesize.decimal(member.bytes_received)),
         synced,
     ]
-
-
-def status_json(status: CoordinatorToPeerStatus) -> dict[str, Any]:
-    """Convert the status to JSON, with digests as hexadecimal."""
-    plain: dict[str, Any] = jsonable(status.model_dump())
-    return plain
-
-
-def jsonable(value: Any) -> Any:
-    """Convert a value to JSON types: bytes to hexadecimal, tuples to lists."""
-    match value:
-        case bytes():
-            return value.hex()
-        case dict():
-            return {key: jsonable(one) for key, one in value.items()}
-        case list() | tuple():
-            return [jsonable(one) for one in value]
-        case _:
-            return value

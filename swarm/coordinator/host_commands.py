@@ -7,11 +7,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.access_list import MAX_BANS, MAX_INVITES
 from shoal.swarm.coordinator.access_trail import AccessTrail
+from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
@@ -261,7 +262,14 @@ def resumed(
     """Return the coordinator's machine in the state that the journal tells, and the trail of access that goes on there.
 
     Takes as long as the journal is."""
-    kind = PlainRun if run.pipeline is None else PipelineRun
-    machine: PlainRun | PipelineRun = kind(run, identity.sign, now_s, epoch)
-    machine.log.replay(machine.scope if isinstance(machine, PlainRun) else machine, journal.read(0), now_s)
+    machine = replayed(run, identity.sign, journal.read(0), now_s, epoch)
     return machine, AccessTrail(run.hash, identity.sign, last_record(journal))
+
+
+def replayed(
+    run: RunFile, sign: Callable[[bytes], bytes], events: Sequence[JournalEvent], now_s: float, epoch: int
+) -> PlainRun | PipelineRun:
+    """Return the coordinator's machine in the state that a journal's events tell. It signs only what comes after."""
+    machine = (PlainRun if run.pipeline is None else PipelineRun)(run, sign, now_s, epoch)
+    machine.log.replay(machine.scope if isinstance(machine, PlainRun) else machine, events, now_s)
+    return machine

@@ -40,6 +40,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerRelayOffered,
     CoordinatorToPeerRelays,
     CoordinatorToPeerRun,
+    CoordinatorToPeerStatus,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
     HostToCoordinatorCommand,
@@ -325,9 +326,12 @@ class ScopeHandlers:
     async def _status(self, channel: Channel, message: Message) -> Message:
         async with self.service.lock:
             self.scope.admission.require_member(channel.remote_key)
-            now_s = time.monotonic()
-            relays = self.service.relays.statuses(self._dialable(), now_s)
-            return self.scope.status(now_s).model_copy(update={"relays": relays})
+            return self.status(time.monotonic())
+
+    def status(self, now_s: float) -> CoordinatorToPeerStatus:
+        """The scope's status, with the relays that run."""
+        relays = self.service.relays.statuses(self._dialable(), now_s)
+        return self.scope.status(now_s).model_copy(update={"relays": relays})
 
     async def _history(self, channel: Channel, message: Message) -> Message:
         """Read verdicts from the journal, without the lock: what is in it never changes."""

@@ -19,12 +19,12 @@ from shoal.peer.terminal.reporter import (
     JsonLines,
     Reporter,
     setup_logging,
-    status_json,
     status_table,
 )
 from shoal.peer.terminal.snapshot import Snapshot
 from shoal.peer.terminal.views import session_panel, sparkline, status_line
 from shoal.swarm.errors import StorageError, Unreachable
+from shoal.swarm.protocol.json_values import status_json
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
 from shoal.swarm.protocol.types import Coverage, DeviceInfo, MemberStatus, PathReport

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.peer.terminal.test_reporter import PEERS, SNAPSHOT, VERDICT, make_status
 
 from shoal.peer.terminal.events import sentence
-from shoal.peer.terminal.reporter import status_json, status_table
+from shoal.peer.terminal.reporter import status_table
 from shoal.peer.terminal.snapshot import Flow, HeldStages, held_stages, with_stages
 from shoal.peer.terminal.views import (
     alone_text,
@@ -22,6 +22,7 @@ from shoal.peer.terminal.views import (
     stages_drawing,
     status_line,
 )
+from shoal.swarm.protocol.json_values import status_json
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.types import AssignedSpan, PipelineView, RelayLoad, RelayStatus, StageStatus
 

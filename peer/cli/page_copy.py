@@ -1,0 +1,105 @@
+"""``shoal page``: a copy of a run's page that needs no server, for any web server or to open from a disk.
+
+Made from a host's folder, also of a run that ended long ago, or by asking a host that still runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from shoal.peer.cli.host import RUN_FILE, hosted_verdicts, is_host_folder
+from shoal.peer.directory.card_writer import write_card
+from shoal.peer.directory.places import Place
+from shoal.swarm.client.observer import observe, observe_stages
+from shoal.swarm.coordinator.host_commands import replayed
+from shoal.swarm.coordinator.local_journal import JournalFiles
+from shoal.swarm.coordinator.run import PlainRun
+from shoal.swarm.errors import StateFileError, UserError
+from shoal.swarm.protocol.invite import Invite, invite_text
+from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerStatus,
+    CoordinatorToPeerVerdicts,
+    PeerToCoordinatorGetStatus,
+    PeerToCoordinatorGetVerdicts,
+)
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.run_file import RunFile, load_run_file
+from shoal.swarm.system import run_loop
+from shoal.swarm.web.documents import RoundHistory, facts, public_status, round_detail
+from shoal.swarm.web.feed import encode
+from shoal.swarm.web.server import STATIC_FILES, static_file
+
+_MOST_DETAILS = 2_000
+"""Newest rounds of which the copy says who took part."""
+
+_SCRIPT = b'<script src="page.js" defer></script>'
+
+
+def copy_page(source: str, out: str) -> str:
+    """Write the page's files to a folder, or to a URL of fsspec; returns where. ``source``: a host's folder or an
+    invite. Raises ``UserError``, ``StateFileError``, ``StorageError`` and the errors of a join."""
+    if Place(out).scheme in ("http", "https"):
+        raise UserError(f"--out {out}: nothing can be written over http: name a folder of the web server")
+    text = invite_text(source)
+    run, status, verdicts = run_loop(_ask(Invite.parse(text))) if text.startswith("shoal://") else _read(Path(text))
+    data = encode(_content(run, status, verdicts))
+    index = static_file("index.html").replace(_SCRIPT, b'<script src="data.js" defer></script>\n' + _SCRIPT)
+    made = {name: static_file(name) for name in STATIC_FILES if name != "index.html"}
+    # The page itself comes last: whoever finds it finds the rest.
+    for name, content in (made | {"data.js": b"window.shoalCopy = %s;\n" % data, "index.html": index}).items():
+        write_card(Place(f"{out.rstrip('/')}/{name}"), content)
+    return f"{out.rstrip('/')}/index.html"
+
+
+def _content(run: RunFile, status: CoordinatorToPeerStatus, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    history = RoundHistory()
+    history.take(verdicts)
+    return {
+        "facts": facts(run) | {"own_peer": ""},
+        "status": public_status(status) | {"next_round": history.next_round, "waits_for": ""},
+        "rounds": history.since(0, len(verdicts)),
+        "details": {verdict.round: round_detail(verdict) for verdict in verdicts[-_MOST_DETAILS:]},
+        "made_s": time.time(),
+    }
+
+
+def _read(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verdict]]:
+    """Read a host's folder, which its host may be using."""
+    if not is_host_folder(folder):
+        raise StateFileError(
+            f"{folder}: no host keeps a run here; give an invite or a host's folder, ~/.shoal/host/RUN"
+        )
+    _, run = load_run_file(folder / RUN_FILE)
+    now_s = time.monotonic()
+    with closing(JournalFiles(folder, live=True)) as journal:
+        machine = replayed(run, _no_signature, journal.read(0), now_s, 0)
+    scope = machine.scope if isinstance(machine, PlainRun) else machine
+    status = scope.status(now_s)
+    # The folder does not tell who is still there, and nobody waits for anything on a copy.
+    members = tuple(
+        one.model_copy(update={"alive": False, "activity": "", "tokens_per_s": 0.0}) for one in status.members
+    )
+    status = status.model_copy(update={"members": members, "outlook": ""})
+    _, verdicts = hosted_verdicts(folder, has_stages=run.pipeline is not None)
+    return run, status, verdicts
+
+
+def _no_signature(message: bytes) -> bytes:
+    raise AssertionError("nothing is decided while a journal is read")
+
+
+async def _ask(invite: Invite) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verdict]]:
+    async with observe(invite) as client:
+        pipeline = client.view.pipeline
+        async with observe_stages(client, len(pipeline.boundaries) - 1 if pipeline else 0) as stages:
+            verdicts: list[Verdict] = []
+            while True:
+                ask = PeerToCoordinatorGetVerdicts(first=len(verdicts))
+                page = await [client, *stages][-1].ask(ask, CoordinatorToPeerVerdicts)
+                verdicts += page.verdicts
+                if not page.more or not page.verdicts:
+                    break
+            return client.run_now, await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus), verdicts

@@ -1,0 +1,168 @@
+"""What the page is told: the run's facts, its status, its rounds. Values in, JSON values out.
+
+Everybody may read it, so it has no invite and no address of a volunteer: those in sentences are masked."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import Any
+
+from shoal.swarm.protocol.addresses import parse_ip
+from shoal.swarm.protocol.json_values import jsonable, status_json
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.run_file import RunFile
+
+COLUMNS = (
+    *("round", "state", "ended_s", "tokens", "tokens_total", "loss", "members"),
+    *("sent_bytes", "parts", "void", "version", "reason"),
+)
+"""Columns of ``RoundHistory``. ``state``: committed, aborted or undone; ``version``: of the anchor after the round."""
+
+_MAX_REASON = 200
+_WORD = re.compile(r"[^\s,;()'\"]+")
+
+
+def without_addresses(text: str) -> str:
+    """Mask IP addresses and invites in a sentence that a member, or the host, has written about a member."""
+    return _WORD.sub(_masked, text)
+
+
+def _masked(match: re.Match[str]) -> str:
+    word = match[0]
+    core = word.rstrip(".:!?")
+    host = (
+        core[1:].partition("]")[0] if core.startswith("[") else core.partition(":")[0] if core.count(":") == 1 else core
+    )
+    hidden = "shoal://" in core or parse_ip(host) is not None
+    return word.replace(core, "(address)") if hidden else word
+
+
+def facts(run: RunFile) -> dict[str, Any]:
+    """What the run trains and how, from its run file: nothing in it is a secret."""
+    goals = {"tokens": run.run.tokens, "rounds": run.run.rounds, "max_s": run.run.max_s}
+    return {
+        "name": run.run.name,
+        "hash": run.hash.hex(),
+        "goals": {name: value for name, value in goals.items() if value is not None},
+        "recipe": run.recipe.name,
+        "settings": jsonable(run.recipe.settings),
+        "data": run.data.source,
+        "algorithm": run.algorithm,
+        "codec": run.averaging.codec,
+        "round": {"tokens": run.round.tokens, "max_s": run.round.max_s, "patience_s": run.round.patience_s},
+        "elements": run.pins.elements if run.pins is not None else None,
+        "admission": run.access.admission,
+        "pipeline": run.pipeline is not None,
+        "card": run.card.model_dump(),
+    }
+
+
+def public_status(status: CoordinatorToPeerStatus) -> dict[str, Any]:
+    """The status as ``shoal status --json`` has it, without addresses, and with what the run waits for."""
+    plain = status_json(status)
+    for member in plain["members"]:
+        for name in ("trouble", "wall", "left"):
+            member[name] = without_addresses(member[name])
+    for relay in plain["relays"]:
+        if relay["peer"] is not None:
+            relay["host"], relay["port"] = "", 0
+    for holder in (plain, *plain["stages"]):
+        holder["outlook"] = without_addresses(holder["outlook"])
+    plain["warning"] = without_addresses(plain["warning"])
+    plain["waits_for"] = without_addresses(waits_for(status))
+    return plain
+
+
+def waits_for(status: CoordinatorToPeerStatus) -> str:
+    """Say in a sentence what the run waits for; empty while it waits for nothing."""
+    here = [member for member in status.members if member.alive]
+    if status.phase == "ended":
+        return "The run has ended."
+    if status.outlook:
+        return status.outlook
+    for number, stage in enumerate(status.stages):
+        if stage.outlook:
+            return f"Stage {number}: {stage.outlook}"
+    if not here:
+        return "Nobody is here: the run goes on as soon as somebody joins."
+    walled = [member for member in here if member.wall]
+    if walled and len(walled) == len(here):
+        return walled[0].wall
+    if not any(member.synced for member in here):
+        return f"{_people(len(here))} here, and {'gets' if len(here) == 1 else 'get'} the state of the model."
+    if status.phase == "waiting":
+        return "The next round begins when enough members hold the state of the model."
+    return ""
+
+
+def _people(number: int) -> str:
+    return "One member is" if number == 1 else f"{number} members are"
+
+
+class RoundHistory:
+    """All rounds of a run in columns, oldest first. Rounds that a later one has undone are marked so."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[Any]] = []
+
+    @property
+    def next_round(self) -> int:
+        """The first round that is not here yet."""
+        return self.rows[-1][0] + 1 if self.rows else 0
+
+    def take(self, verdicts: Iterable[Verdict]) -> None:
+        """Append verdicts; those of rounds that are here already are left out."""
+        for verdict in verdicts:
+            if verdict.round < self.next_round:
+                continue
+            before = self.rows[-1][COLUMNS.index("version")] if self.rows else 0
+            if verdict.anchor_version < before:
+                self._undo(verdict.anchor_version)
+            self.rows.append(_row(verdict))
+
+    def _undo(self, version: int) -> None:
+        """Mark the committed rounds that made versions above this one."""
+        state, made = COLUMNS.index("state"), COLUMNS.index("version")
+        for row in reversed(self.rows):
+            if row[state] == "committed":
+                if row[made] <= version:
+                    return
+                row[state] = "undone"
+
+    def since(self, first: int, limit: int) -> dict[str, list[Any]]:
+        """At most ``limit`` rows from round ``first`` on, by column."""
+        start = bisect_left(self.rows, first, key=itemgetter(0))
+        kept = self.rows[start : start + limit]
+        return {name: [row[number] for row in kept] for number, name in enumerate(COLUMNS)}
+
+
+def _row(verdict: Verdict) -> list[Any]:
+    return [
+        verdict.round,
+        "committed" if verdict.committed else "aborted",
+        round(verdict.ended_s, 3),
+        verdict.tokens,
+        verdict.tokens_total,
+        verdict.loss,
+        len(verdict.plan.members) if verdict.plan is not None else 0,
+        verdict.sent_bytes,
+        len(verdict.digests),
+        sum(digest is None for digest in verdict.digests),
+        verdict.anchor_version,
+        without_addresses(verdict.reason)[:_MAX_REASON],
+    ]
+
+
+def round_detail(verdict: Verdict) -> dict[str, Any]:
+    """Who took part in a round, with what weight, and which settings an amendment has changed for it."""
+    members = verdict.plan.members if verdict.plan is not None else ()
+    return {
+        "round": verdict.round,
+        "chain": verdict.chain.hex(),
+        "members": [{"peer": one.peer, "tokens": one.weight_tokens, "weight": one.weight} for one in members],
+        "amended": dict(verdict.amended),
+    }

@@ -1,0 +1,125 @@
+"""One run's page in the page's loop: asks the run how it is, while somebody looks, and keeps what it has said."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.web.documents import facts, round_detail
+from shoal.swarm.web.feed import Feed, encode
+from shoal.swarm.web.source import PageSource
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_MEMBERS_A_TICK = 100
+"""Members of which the status may be asked each second; of more, it is asked more rarely."""
+_ANSWER_S = 10.0
+_ROUNDS_A_READ = 64
+_ROUNDS_AN_ANSWER = 10_000
+_KEPT_DETAILS = 256
+
+T = TypeVar("T")
+
+
+class RunPage:
+    """``source``: the run, whose network runs in the loop ``network``."""
+
+    def __init__(self, source: PageSource, network: asyncio.AbstractEventLoop) -> None:
+        self._source, self._network = source, network
+        self.feed = Feed()
+        self.watchers = 0
+        self._wanted = asyncio.Event()
+        self._looked_s = -math.inf
+        self._looking = asyncio.Lock()
+        self._details: OrderedDict[int, bytes] = OrderedDict()
+
+    # What browsers ask for --------------------------------------------------------------------------------
+
+    def card(self) -> dict[str, Any]:
+        """The run among others of the same page."""
+        run = self._source.run_file()
+        return {"name": run.run.name, "title": run.card.title, "hash": run.hash.hex()}
+
+    def facts(self) -> bytes:
+        """The run's facts, and the peer whose page this is."""
+        return encode(facts(self._source.run_file()) | {"own_peer": self._source.own_peer})
+
+    async def status(self) -> bytes:
+        """The status, a second old or little more. Raises ``ShoalError`` and ``TimeoutError`` while the run does not
+        answer."""
+        await self._look()
+        return self.feed.status_bytes
+
+    async def rounds(self, first: int) -> bytes:
+        """Rounds from ``first`` on, as many as an answer has, by column. Raises as ``status``."""
+        await self._look()
+        return encode(self.feed.history.since(first, _ROUNDS_AN_ANSWER))
+
+    async def round_detail(self, number: int) -> bytes:
+        """Who took part in a round. Raises ``KeyError`` for one that has not ended, and as ``status``."""
+        if number not in self._details:
+            async with self._looking:
+                found = await self._ask(self._source.verdicts(number, 1))
+            if not found or found[0].round != number:
+                raise KeyError(number)
+            self._details[number] = encode(round_detail(found[0]))
+            while len(self._details) > _KEPT_DETAILS:
+                self._details.popitem(last=False)
+        return self._details[number]
+
+    def watch(self) -> None:
+        """Count a browser that follows what changes."""
+        self.watchers += 1
+        self._wanted.set()
+
+    def unwatch(self) -> None:
+        self.watchers -= 1
+
+    # What the run is asked --------------------------------------------------------------------------------
+
+    async def keep_looking(self) -> None:
+        """Ask again and again while somebody follows, until cancelled."""
+        while True:
+            if not self.watchers:
+                self._wanted.clear()
+                await self._wanted.wait()
+            try:
+                await self._look()
+            except (ShoalError, TimeoutError) as error:
+                log.debug("the page has nothing new: %s", error)
+            await asyncio.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        return _TICK_S * max(1.0, len(self.feed.status.get("members", ())) / _MEMBERS_A_TICK)
+
+    async def _look(self) -> None:
+        """Ask for what is new, unless that was done just now."""
+        async with self._looking:
+            if time.monotonic() < self._looked_s + self._pause_s() - 0.1:
+                return
+            status = await self._ask(self._source.status())
+            history = self.feed.history
+            while history.next_round < status.round or (status.phase == "ended" and history.next_round == status.round):
+                read = await self._ask(self._source.verdicts(history.next_round, _ROUNDS_A_READ))
+                history.take(read)
+                if not read:
+                    break
+            self._looked_s = time.monotonic()
+            self.feed.take(status)
+
+    async def _ask(self, question: Coroutine[Any, Any, T]) -> T:
+        """Have the run's own loop answer. Raises ``TimeoutError`` when it has other things to do for too long."""
+        try:
+            answer = asyncio.run_coroutine_threadsafe(question, self._network)
+        except RuntimeError as error:  # its loop has ended
+            question.close()
+            raise TimeoutError from error
+        async with asyncio.timeout(_ANSWER_S):
+            return await asyncio.wrap_future(answer)

@@ -1,0 +1,424 @@
+"use strict";
+// Shows one run: what the server's events say, or, in a copy of a finished run, what data.js has set.
+
+(() => {
+  const copy = window.shoalCopy || null;
+  const SHOWN_MEMBERS = 100;
+  const $ = (id) => document.getElementById(id);
+
+  let facts = null, status = null, rounds = null;
+  let runName = null, loading = false, chosenRound = null, showAll = false, byTime = false;
+  const rows = new Map();
+
+  // Text only: names and troubles are written by strangers.
+  function write(element, text) {
+    if (element.textContent !== text) element.textContent = text;
+  }
+
+  function make(tag, text, kind) {
+    const element = document.createElement(tag);
+    if (text != null) element.textContent = text;
+    if (kind) element.className = kind;
+    return element;
+  }
+
+  function fill(element, ...children) {
+    element.replaceChildren(...children);
+  }
+
+  function bar(element, share) {
+    const whole = Math.round(1000 * Math.max(0, Math.min(1, share))) / 10;
+    element.style.width = `${whole}%`;
+    element.parentElement.setAttribute("aria-valuenow", String(whole));
+  }
+
+  const named = (peer) => {
+    const member = status && status.members.find((one) => one.peer === peer);
+    return member ? `${member.name} ${peer.slice(0, 8)}` : peer.slice(0, 8);
+  };
+
+  // What is asked ------------------------------------------------------------------------------------------
+
+  const at = (path, query = "") => `${path}?run=${encodeURIComponent(runName)}${query}`;
+
+  async function get(url) {
+    const answer = await fetch(url);
+    if (!answer.ok) throw new Error(`${url}: ${answer.status}`);
+    return answer.json();
+  }
+
+  function append(more) {
+    if (!rounds) { rounds = more; return; }
+    for (const name of Object.keys(more)) rounds[name].push(...more[name]);
+  }
+
+  async function loadRounds() {
+    if (loading) return;
+    loading = true;
+    try {
+      for (;;) {
+        const known = rounds && rounds.round.length ? rounds.round[rounds.round.length - 1] + 1 : 0;
+        if (rounds && known >= status.next_round) break;
+        const more = await get(at("rounds.json", `&from=${known}`));
+        append(more);
+        if (!more.round.length) break;
+      }
+      drawRounds();
+    } catch (error) {
+      console.info("rounds are asked for again later", error);
+    } finally {
+      loading = false;
+    }
+  }
+
+  function taken(next) {
+    const undone = status && status.rounds_undone !== next.rounds_undone;
+    status = next;
+    if (undone) rounds = null;
+    draw();
+    if (!rounds || (rounds.round[rounds.round.length - 1] ?? -1) + 1 < status.next_round) loadRounds();
+  }
+
+  function merged(delta) {
+    const next = { ...status, ...delta };
+    const changed = new Map(delta.members.map((one) => [one.peer, one]));
+    const gone = new Set(delta.gone);
+    next.members = status.members.filter((one) => !gone.has(one.peer)).map((one) => ({ ...one, ...changed.get(one.peer) }));
+    const known = new Set(status.members.map((one) => one.peer));
+    for (const one of delta.members) if (!known.has(one.peer)) next.members.push(one);
+    delete next.gone;
+    return next;
+  }
+
+  let events = null, poll = null;
+
+  function follow() {
+    if (events) events.close();
+    events = new EventSource(at("events"));
+    events.addEventListener("status", (event) => { told("live"); taken(JSON.parse(event.data)); });
+    events.addEventListener("delta", (event) => { told("live"); if (status) taken(merged(JSON.parse(event.data))); });
+    events.onerror = () => {
+      told(events.readyState === EventSource.CLOSED ? "asking now and then" : "connecting again");
+      if (events.readyState === EventSource.CLOSED && !poll) poll = setInterval(ask, 15000);
+    };
+  }
+
+  // Where the server has no place for another stream.
+  async function ask() {
+    try {
+      taken(await get(at("status.json")));
+      told("asking now and then");
+    } catch (error) {
+      told("the host does not answer");
+    }
+  }
+
+  function told(words) {
+    const link = $("link");
+    link.classList.toggle("lost", words !== "live");
+    write(link, words);
+  }
+
+  // What is shown ------------------------------------------------------------------------------------------
+
+  function draw() {
+    if (!status || !facts) return;
+    const here = status.members.filter((one) => one.alive);
+    const phase = $("phase");
+    phase.className = `pill ${status.phase}`;
+    write(phase, status.phase);
+    drawGoal();
+    drawTiles(here);
+    drawOwn();
+    drawStages();
+    drawMembers();
+    drawBytes();
+    write($("chain"), `chain ${status.chain} · run ${status.run_hash}`);
+  }
+
+  function drawGoal() {
+    const { tokens, rounds: most, max_s: seconds } = facts.goals;
+    const shares = [];
+    if (tokens) shares.push([status.tokens_committed / tokens, `${format.count(status.tokens_committed)} of ${format.count(tokens)} tokens`]);
+    if (most) shares.push([status.rounds_committed / most, `${status.rounds_committed} of ${most} rounds`]);
+    if (seconds) shares.push([status.elapsed_s / seconds, `${format.duration(status.elapsed_s)} of ${format.duration(seconds)}`]);
+    shares.sort((one, two) => two[0] - one[0]);
+    const [share, words] = shares[0] || [0, `${format.count(status.tokens_committed)} tokens so far`];
+    const ended = status.phase === "ended";
+    write($("goal-text"), shares.length ? `${words}, ${format.percent(Math.min(1, share))}` : words);
+    const left = !ended && share > 0.002 && share < 1 ? `about ${format.duration((status.elapsed_s * (1 - share)) / share)} left` : "";
+    write($("goal-left"), `running for ${format.duration(status.elapsed_s)}${left ? ` · ${left}` : ""}`);
+    bar($("goal-bar"), shares.length ? share : 0);
+    const waits = status.warning || status.waits_for;
+    write($("waits"), waits || "\u00a0");
+    document.title = `${facts.card.title || facts.name}: ${format.loss(status.loss)}`;
+  }
+
+  function drawTiles(here) {
+    write($("tile-loss"), format.loss(status.loss));
+    const aborted = status.rounds_aborted ? `, ${status.rounds_aborted} aborted` : "";
+    const undone = status.rounds_undone ? `, ${status.rounds_undone} undone` : "";
+    write($("tile-loss-note"), "of the newest round, in nats a token");
+    const speed = here.reduce((sum, one) => sum + one.tokens_per_s, 0);
+    write($("tile-speed"), `${format.count(speed)}/s`);
+    write($("tile-speed-note"), status.elapsed_s > 1 ? `tokens; ${format.count(status.tokens_committed / status.elapsed_s)}/s over the whole run` : "tokens");
+    write($("tile-members"), String(here.length));
+    const before = status.members.length - here.length;
+    write($("tile-members-note"), before ? `here; ${before} ${before === 1 ? "has" : "have"} been here before` : "here");
+    write($("tile-round"), String(status.round));
+    const share = status.tokens_in_round / facts.round.tokens;
+    bar($("round-bar"), share);
+    const closes = status.closes_in_s == null ? "" : `, closes in ${format.duration(status.closes_in_s)}`;
+    write($("tile-round-note"), `${format.count(status.tokens_in_round)} of ${format.count(facts.round.tokens)} tokens${closes}`);
+    write($("rounds-title"), `Rounds: ${status.rounds_committed} committed${aborted}${undone}`);
+    drawAgreement(here);
+  }
+
+  function drawAgreement(here) {
+    const synced = here.filter((one) => one.synced).length;
+    const agreed = status.stages.length ? status.stages.every((one) => one.state_digest) : Boolean(status.state_digest);
+    const badge = $("tile-same");
+    badge.className = `big ${agreed ? "good" : "dim"}`;
+    write(badge, agreed ? "bit-identical" : "not agreed yet");
+    const digest = status.state_digest ? ` ${status.state_digest.slice(0, 12)}` : "";
+    write($("tile-same-note"), copy ? `state${digest}` : agreed ? `${synced} of ${format.many(here.length, "member")} hold state${digest}` : `${synced} of ${here.length} hold the newest state`);
+  }
+
+  function drawOwn() {
+    const wanted = new URLSearchParams(location.hash.slice(1)).get("peer") || facts.own_peer;
+    const member = wanted && status.members.find((one) => one.peer.startsWith(wanted));
+    $("own").hidden = !wanted;
+    if (!wanted) return;
+    if (!member) { fill($("own"), make("p", `No member ${wanted} is here.`)); return; }
+    const words = `${member.alive ? member.activity : `not here${member.left ? `: ${member.left}` : ""}`} · ${format.count(member.tokens_per_s)} tokens/s · `
+      + `${format.count(member.tokens_committed)} tokens committed, ${format.percent(member.share)} of the run · `
+      + `${format.bytes(member.bytes_sent)} sent, ${format.bytes(member.bytes_received)} received`;
+    const trouble = member.wall || member.trouble;
+    fill($("own"), make("h2", `${facts.own_peer ? "This peer" : "Your peer"}: ${member.name}`), make("p", words), ...(trouble ? [make("p", trouble, "warn")] : []));
+  }
+
+  function drawStages() {
+    $("stages-card").hidden = !status.stages.length;
+    for (const head of document.querySelectorAll(".staged")) head.hidden = !status.stages.length;
+    const most = Math.max(1, ...status.stages.map((one) => one.capacity_tokens_per_s));
+    fill($("stages"), ...status.stages.map((stage, number) => {
+      const item = make("li", null, stage.outlook ? "empty" : stage.is_bottleneck ? "bottleneck" : "");
+      const what = make("div");
+      what.append(make("b", `Stage ${number}`), make("div", `layers ${stage.first_layer} to ${stage.stop_layer - 1}, ${format.bytes(stage.parameters_bytes)}`, "dim"));
+      const flow = make("div"), track = make("div", null, "bar"), filled = make("i");
+      filled.style.width = `${(100 * stage.tokens_per_s) / most}%`;
+      track.append(filled);
+      flow.append(track, make("div", `${format.count(stage.tokens_per_s)} of ${format.count(stage.capacity_tokens_per_s)} tokens/s${stage.is_bottleneck ? ", bottleneck" : ""}`, "dim"));
+      const holders = [...stage.replicas.map((peer) => named(peer)), ...stage.coming.map((peer) => `${named(peer)} (coming)`)].join(", ");
+      item.append(what, flow, make("div", stage.outlook || (stage.replicas.length === 1 ? `${holders}: one replica, nobody checks it` : holders), stage.outlook ? "warn" : ""));
+      return item;
+    }));
+  }
+
+  const reach = (one) => {
+    if (one.wall) return "cannot take part";
+    const kinds = {};
+    for (const path of one.paths) kinds[path.kind] = (kinds[path.kind] || 0) + 1;
+    const words = Object.entries(kinds).sort().map(([kind, number]) => `${number} ${kind}`).join(", ");
+    return words || (one.reachable ? "public" : one.relayed ? "relayed" : "unreachable");
+  };
+
+  function cells(one) {
+    const doing = one.alive ? one.activity + (one.synced ? "" : ", no state yet") : one.left || "gone";
+    return [
+      one.device.name, doing, ...(status.stages.length ? [one.stages ? (one.stages[0] === one.stages[1] ? String(one.stages[0]) : one.stages.join(" to ")) : "–"] : []),
+      one.alive ? format.count(one.tokens_per_s) : "–", format.percent(one.share), format.loss(one.loss),
+      format.bytes(one.bytes_sent), format.bytes(one.bytes_received), reach(one),
+    ];
+  }
+
+  function newRow(one, width) {
+    const row = make("tr");
+    row.dataset.peer = one.peer;
+    const who = make("td");
+    who.append(make("b", one.name), " ", make("span", one.peer.slice(0, 8), "id"));
+    who.title = `${one.name} ${one.peer}`;
+    row.append(who);
+    const staged = width > 8;
+    for (let number = 0; number < width; number += 1) {
+      const isFigure = number >= (staged ? 3 : 2) && number < width - 1;
+      row.append(make("td", "", isFigure ? "num" : ""));
+    }
+    return row;
+  }
+
+  function drawMembers() {
+    const ordered = [...status.members].sort((one, two) => two.alive - one.alive || two.share - one.share || one.name.localeCompare(two.name) || one.peer.localeCompare(two.peer));
+    const shown = showAll ? ordered : ordered.slice(0, SHOWN_MEMBERS);
+    const mine = new URLSearchParams(location.hash.slice(1)).get("peer") || facts.own_peer;
+    const body = document.querySelector("#members-table tbody");
+    const wanted = new Set(shown.map((one) => one.peer));
+    for (const [peer, row] of rows) if (!wanted.has(peer)) { row.remove(); rows.delete(peer); }
+    let place = body.firstElementChild;
+    for (const one of shown) {
+      const texts = cells(one);
+      let row = rows.get(one.peer);
+      if (row && row.children.length !== texts.length + 1) { if (place === row) place = row.nextElementSibling; row.remove(); row = null; }
+      if (!row) { row = newRow(one, texts.length); rows.set(one.peer, row); }
+      write(row.firstElementChild.firstElementChild, one.name);
+      texts.forEach((text, number) => write(row.children[number + 1], text));
+      const trouble = one.wall || one.trouble;
+      const doing = row.children[2];
+      if (doing.title !== trouble) doing.title = trouble;
+      const kind = `${one.alive ? "" : "gone"} ${mine && one.peer.startsWith(mine) ? "mine" : ""}`.trim();
+      if (row.className !== kind) row.className = kind;
+      if (row === place) place = row.nextElementSibling; else body.insertBefore(row, place);
+    }
+    const here = status.members.filter((one) => one.alive).length;
+    write($("members-count"), `${here} here, ${status.members.length} in all`);
+    const more = $("more");
+    more.hidden = ordered.length <= SHOWN_MEMBERS;
+    write(more, showAll ? `Show the first ${SHOWN_MEMBERS}` : `Show all ${ordered.length}`);
+  }
+
+  function pairs(list, entries) {
+    fill(list, ...entries.flatMap(([name, text]) => [make("dt", name), make("dd", text)]));
+  }
+
+  function drawBytes() {
+    const entries = [["codec", facts.codec]];
+    if (rounds && rounds.round.length) {
+      const sum = (values) => values.reduce((total, value) => total + value, 0);
+      const sent = sum(rounds.sent_bytes);
+      entries.push(["sent by all", format.bytes(sent)]);
+      const done = rounds.round.map((_, index) => index).filter((index) => rounds.state[index] === "committed" && rounds.members[index] > 1);
+      if (done.length) {
+        const each = sum(done.map((index) => rounds.sent_bytes[index] / rounds.members[index])) / done.length;
+        entries.push(["a member a round", format.bytes(each)]);
+        if (facts.elements) {
+          const plain = sum(done.map((index) => 8 * facts.elements * (rounds.members[index] - 1)));
+          entries.push(["against float32", `1/${(plain / Math.max(1, sum(done.map((index) => rounds.sent_bytes[index])))).toPrecision(3)} of the bytes of an all-reduce in float32`]);
+        }
+      }
+    }
+    for (const relay of status.relays) entries.push(["relay", relay.load ? `${format.many(relay.load.links, "connection")}, ${format.bytes(relay.load.carried_bytes)} carried` : "does not answer"]);
+    pairs($("bytes"), entries);
+    fill($("epochs"), ...status.coverage.slice(-3).map((one) => {
+      const track = make("div", null, "bar"), filled = make("i");
+      filled.style.width = `${(100 * one.committed) / one.samples}%`;
+      track.append(filled);
+      const line = make("div");
+      line.append(make("span", `Epoch ${one.epoch}: ${format.percent(one.committed / one.samples)} of ${format.count(one.samples)} samples committed, each once`), track);
+      return line;
+    }));
+  }
+
+  // Rounds -------------------------------------------------------------------------------------------------
+
+  let lossChart = null, speedChart = null, strip = null;
+
+  function drawRounds() {
+    if (!rounds) return;
+    const done = rounds.round.map((_, index) => index).filter((index) => rounds.state[index] === "committed");
+    const pick = (name) => done.map((index) => rounds[name][index]);
+    lossChart.set(pick(byTime ? "ended_s" : "tokens_total"), byTime, pick("loss"));
+    const spans = done.map((index) => (index ? rounds.ended_s[index] - rounds.ended_s[index - 1] : null));
+    const speed = done.map((index, number) => (spans[number] > 0 ? rounds.tokens[index] / spans[number] : null));
+    speedChart.set(pick(byTime ? "ended_s" : "tokens_total"), byTime, speed, pick("members"));
+    strip.set(rounds);
+    drawBytes();
+  }
+
+  async function choose(index) {
+    const number = rounds.round[index];
+    chosenRound = number;
+    const took = index ? ` · ${format.duration(rounds.ended_s[index] - rounds.ended_s[index - 1])} since the round before` : "";
+    const voided = rounds.void[index] ? ` · ${rounds.void[index]} of ${format.many(rounds.parts[index], "part")} void` : "";
+    const why = rounds.reason[index] ? ` · ${rounds.reason[index]}` : "";
+    write($("round-detail"), `Round ${number} ${rounds.state[index]}${why} · loss ${format.loss(rounds.loss[index])} · ${format.count(rounds.tokens[index])} tokens · `
+      + `${format.many(rounds.members[index], "member")} · ${format.bytes(rounds.sent_bytes[index])} sent${took}${voided} · ${format.time(rounds.ended_s[index])}`);
+    try {
+      const detail = copy ? copy.details[number] : await get(at("round.json", `&round=${number}`));
+      if (chosenRound !== number || !detail) return;
+      const whole = detail.members.reduce((sum, one) => sum + one.weight, 0);
+      const chips = detail.members.slice(0, 64).map((one) => make("li", `${named(one.peer)} · ${format.percent(one.weight / whole)}`));
+      if (detail.members.length > 64) chips.push(make("li", `and ${detail.members.length - 64} more`));
+      for (const [name, value] of Object.entries(detail.amended)) chips.push(make("li", `${name} = ${value}`));
+      fill($("round-members"), ...chips);
+    } catch (error) {
+      fill($("round-members"));
+    }
+  }
+
+  // Beginning ----------------------------------------------------------------------------------------------
+
+  function drawFacts() {
+    write($("title"), facts.card.title || facts.name);
+    write($("subtitle"), `${facts.name} · ${facts.recipe}${facts.elements ? `, ${format.count(facts.elements)} parameters` : ""} · ${facts.algorithm}${facts.pipeline ? ", a pipeline" : ""} · ${facts.codec}`);
+    const settings = Object.entries(facts.settings).map(([name, value]) => `${name} ${value}`).join(", ");
+    const entries = [["for", facts.card.purpose], ["licence", facts.card.licence], ["data", facts.data], ["model", settings],
+      ["a round", `${format.count(facts.round.tokens)} tokens, ${format.duration(facts.round.max_s)} at most`], ["contact", facts.card.contact]];
+    pairs($("run-facts"), entries.filter(([, text]) => text));
+    if (facts.card.homepage) {
+      const link = make("a", facts.card.homepage);
+      link.href = facts.card.homepage; // https:// only, as the run file is checked
+      link.rel = "noreferrer";
+      const place = make("dd");
+      place.append(link);
+      $("run-facts").append(make("dt", "homepage"), place);
+    }
+    const asked = facts.admission === "open" ? "Anybody may join." : `Joining needs an invite${facts.card.contact ? `; ask ${facts.card.contact}` : ": ask the host for one"}.`;
+    fill($("join"), make("p", copy ? `This is a copy of ${format.time(copy.made_s)}; ${status.phase === "ended" ? "the run has ended." : asked}` : asked), ...(copy ? [] : [make("pre", "pip install shoal\nshoal join 'shoal://…'")]));
+  }
+
+  async function begin() {
+    const runs = copy ? [{ name: copy.facts.name }] : await get("runs.json");
+    if (!runs.length) { told("no run is served at the moment"); setTimeout(start, 5000); return; }
+    const wanted = new URLSearchParams(location.search).get("run");
+    runName = (runs.find((one) => one.name === wanted) || runs[0]).name;
+    if (runs.length > 1) {
+      fill($("runs"), ...runs.map((one) => { const option = make("option", one.title || one.name); option.value = one.name; return option; }));
+      $("runs").value = runName;
+      $("runs").onchange = () => { location.search = `?run=${encodeURIComponent($("runs").value)}`; };
+      $("runs-label").hidden = false;
+    }
+    facts = copy ? copy.facts : await get(at("run.json"));
+    status = copy ? copy.status : null;
+    drawFacts();
+    if (copy) {
+      rounds = copy.rounds;
+      told("a copy");
+      $("link").classList.remove("lost");
+      draw();
+      drawRounds();
+    } else {
+      follow();
+    }
+  }
+
+  async function start() {
+    try {
+      await begin();
+    } catch (error) {
+      told("the host does not answer");
+      setTimeout(start, 5000);
+    }
+  }
+
+  function choseAxis(time) {
+    byTime = time;
+    $("by-time").setAttribute("aria-pressed", String(time));
+    $("by-tokens").setAttribute("aria-pressed", String(!time));
+    drawRounds();
+  }
+
+  document.addEventListener("DOMContentLoaded", () => {
+    lossChart = new charts.Chart($("loss-chart"), [{ label: "training loss", colour: "--accent", write: format.loss }]);
+    speedChart = new charts.Chart($("speed-chart"), [
+      { label: "tokens/s", colour: "--accent", write: format.count, fromZero: true },
+      { label: "members", colour: "--second", write: String, scale: "members" },
+    ], "members");
+    strip = new charts.Strip($("strip"), choose);
+    $("by-tokens").onclick = () => choseAxis(false);
+    $("by-time").onclick = () => choseAxis(true);
+    $("more").onclick = () => { showAll = !showAll; drawMembers(); };
+    window.addEventListener("hashchange", draw);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { lossChart.make(); speedChart.make(); strip.draw(); });
+    start();
+  });
+})();

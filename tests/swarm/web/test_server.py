@@ -1,0 +1,222 @@
+"""The page's server on loopback: what it answers, and whom it cuts off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+import pytest
+from tests.swarm.web.samples import RUN, member, status, verdict
+
+from shoal.swarm.errors import ShoalError, StorageError, Unreachable
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.web.server import CONTENT_SECURITY_POLICY, STATIC_FILES, PageServer
+
+pytest.importorskip("uvicorn")
+
+
+class Source:
+    """A run with some rounds. ``asked``: how often it was."""
+
+    own_peer = ""
+
+    def __init__(self, name: str = "reef") -> None:
+        self.run = RUN.model_copy(update={"run": RUN.run.model_copy(update={"name": name})})
+        self.asked = 0
+        self.trouble: ShoalError | None = None
+        self.members = [member(1), member(2)]
+
+    def run_file(self) -> RunFile:
+        return self.run
+
+    async def status(self) -> CoordinatorToPeerStatus:
+        self.asked += 1
+        if self.trouble is not None:
+            raise self.trouble
+        return status(self.members, run=self.run.run.name, round=3)
+
+    async def verdicts(self, first: int, limit: int) -> Sequence[Verdict]:
+        return [verdict(number, number + 1) for number in range(first, 3)][:limit]
+
+
+@pytest.fixture
+def network() -> Iterator[asyncio.AbstractEventLoop]:
+    """The loop of the run's network, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+def server(source: Source, network: asyncio.AbstractEventLoop) -> Iterator[PageServer]:
+    made = PageServer(("127.0.0.1", 0), most_connections=64)
+    with made.showing(source, network):
+        yield made
+    made.close()
+
+
+def port(server: PageServer) -> int:
+    return urlsplit(server.url).port or 0
+
+
+def get(server: PageServer, path: str, method: str = "GET") -> tuple[int, http.client.HTTPMessage, bytes]:
+    line = http.client.HTTPConnection("127.0.0.1", port(server), timeout=20)
+    with contextlib.closing(line):
+        line.request(method, path)
+        answer = line.getresponse()
+        return answer.status, answer.headers, answer.read()
+
+
+def test_all_files_and_documents_are_served_with_a_strict_policy(server: PageServer) -> None:
+    for path in (
+        "/",
+        *(f"/{name}" for name in STATIC_FILES),
+        "/runs.json",
+        "/run.json",
+        "/status.json",
+        "/rounds.json",
+    ):
+        code, headers, data = get(server, path)
+        assert (path, code) == (path, 200)
+        assert data
+        assert headers["Content-Security-Policy"] == CONTENT_SECURITY_POLICY
+        assert headers["X-Content-Type-Options"] == "nosniff"
+    assert "unsafe" not in CONTENT_SECURITY_POLICY
+
+
+def test_the_page_names_no_other_server_and_has_no_inline_code(server: PageServer) -> None:
+    page = get(server, "/")[2].decode()
+    assert "//" not in page.replace("<!doctype html>", "")
+    assert "style=" not in page
+    assert page.count("<script") == page.count("<script src=")
+
+
+@pytest.mark.parametrize("path", ["/", "/status.json", "/events", "/page.js"])
+def test_nothing_can_be_changed(server: PageServer, path: str) -> None:
+    assert get(server, path, "POST")[0] == 405
+    assert get(server, path, "DELETE")[0] == 405
+
+
+def test_documents_tell_the_run(server: PageServer) -> None:
+    assert json.loads(get(server, "/status.json")[2])["round"] == 3
+    assert json.loads(get(server, "/rounds.json?from=1")[2])["round"] == [1, 2]
+    assert json.loads(get(server, "/round.json?round=1")[2])["members"][0]["weight"] == 100
+    assert json.loads(get(server, "/runs.json")[2])[0]["name"] == "reef"
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/status.json?run=other", 404),
+        ("/round.json?round=99", 404),
+        ("/round.json?round=x", 400),
+        ("/rounds.json?from=" + "9" * 30, 200),
+        ("/rounds.json?from=-5", 200),
+        ("/../swarm/errors.py", 404),
+        ("/static/page.js", 404),
+        ("/" + "a" * 5_000, 404),
+    ],
+)
+def test_strange_requests_get_an_answer(server: PageServer, path: str, code: int) -> None:
+    assert get(server, path)[0] == code
+
+
+def test_a_run_that_does_not_answer_is_said_to(server: PageServer, source: Source) -> None:
+    source.trouble = StorageError("the disk is full")
+    code, headers, data = get(server, "/status.json")
+    assert code == 503
+    assert headers["Retry-After"]
+    assert b"disk" not in data
+
+
+def test_the_run_is_asked_once_for_many_browsers(server: PageServer, source: Source) -> None:
+    for _ in range(20):
+        get(server, "/status.json")
+    assert source.asked <= 3
+
+
+def test_of_several_runs_one_has_to_be_named(
+    server: PageServer, source: Source, network: asyncio.AbstractEventLoop
+) -> None:
+    with server.showing(Source("atoll"), network):
+        assert [one["name"] for one in json.loads(get(server, "/runs.json")[2])] == ["reef", "atoll"]
+        assert get(server, "/status.json")[0] == 404
+        assert json.loads(get(server, "/status.json?run=atoll")[2])["run"] == "atoll"
+    assert json.loads(get(server, "/status.json")[2])["run"] == "reef"
+
+
+def test_events_tell_the_status_and_then_its_changes(server: PageServer, source: Source) -> None:
+    with socket.create_connection(("127.0.0.1", port(server)), timeout=20) as line:
+        line.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        read = b""
+        while b"event: status" not in read or not read.endswith(b"\n\n\r\n"):
+            read += line.recv(65_536)
+        source.members = [member(1, loss=1.0), member(2)]
+        while b"event: delta" not in read:
+            read += line.recv(65_536)
+        assert b"text/event-stream" in read
+
+
+def test_connections_are_bounded(server: PageServer) -> None:
+    lines = [socket.create_connection(("127.0.0.1", port(server)), timeout=20) for _ in range(80)]
+    try:
+        lines[-1].settimeout(20)
+        with contextlib.suppress(ConnectionError):
+            assert lines[-1].recv(1) == b""  # it was closed at once
+        lines[0].sendall(b"GET /runs.json HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert lines[0].recv(100).startswith(b"HTTP/1.1 200")
+    finally:
+        for line in lines:
+            line.close()
+    code = 0
+    while code != 200:  # as soon as the others are gone
+        with contextlib.suppress(ConnectionError, http.client.HTTPException):
+            code = get(server, "/runs.json")[0]
+
+
+def test_too_many_streams_are_refused_and_pages_are_served_still(server: PageServer) -> None:
+    lines = []
+    try:
+        for _ in range(48):
+            line = socket.create_connection(("127.0.0.1", port(server)), timeout=20)
+            lines.append(line)
+            line.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert line.recv(20).startswith(b"HTTP/1.1 200")
+        assert get(server, "/events")[0] == 503
+        assert get(server, "/status.json")[0] == 200
+    finally:
+        for line in lines:
+            line.close()
+
+
+def test_a_port_in_use_is_said(server: PageServer) -> None:
+    with pytest.raises(Unreachable, match=r"--web 127\.0\.0\.1:.*give another address"):
+        PageServer(("127.0.0.1", port(server)))
+
+
+def test_closing_ends_streams_at_once(source: Source, network: asyncio.AbstractEventLoop) -> None:
+    made = PageServer(("127.0.0.1", 0))
+    with made.showing(source, network), socket.create_connection(("127.0.0.1", port(made)), timeout=20) as line:
+        line.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert line.recv(20)
+        made.close()
+        with contextlib.suppress(ConnectionError):
+            while line.recv(65_536):
+                pass
