@@ -29,6 +29,11 @@ DEFAULT_WEB_PORT = 7780
 STOPPED_AT_ONCE = 130
 """Exit code after a second Ctrl-C."""
 
+TERMINATED = 143
+"""Exit code of a peer that SIGTERM or a spot notice has ended while its run goes on, in order or not.
+
+Schedulers take 0 for the end of the work, and start others again, elsewhere."""
+
 
 @dataclass(frozen=True)
 class StartFrom:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.peer.guest.terms import FIELDS, TERMS_FILE, Power, TermsFile, TermsText, parse_terms
-from shoal.peer.options import SHOAL_HOME, peer_folder
+from shoal.peer.options import SHOAL_HOME, TERMINATED, peer_folder
 
 if TYPE_CHECKING:
     from shoal.peer.event_schema import Event
@@ -155,13 +155,16 @@ def keeper_of(invite: Invite, identity: Path, state: Path, options: TermsText) -
 
 
 def wait_until_lent(keeper: GuestKeeper, run: str, on_event: Callable[[Event], None]) -> bool:
-    """Wait until the terms allow to join; returns False if a signal ends the wait. For the main thread."""
+    """Wait until the terms allow to join; returns False if Ctrl-C ends the wait, and ends the process after SIGTERM.
+    For the main thread."""
     from shoal.peer.event_schema import make_event
 
     def on_pause(pause: Pause) -> None:
         on_event(make_event("paused", run=run, reason=pause.reason, until=pause.until))
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            raise SystemExit(TERMINATED)
         raise _Stopped
 
     earlier = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -176,4 +179,4 @@ def wait_until_lent(keeper: GuestKeeper, run: str, on_event: Callable[[Event], N
 
 
 class _Stopped(Exception):
-    """A signal has come."""
+    """Ctrl-C has come."""

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -22,10 +22,11 @@ import torch
 from shoal.peer.cli.consent import RunTerms
 from shoal.peer.guest.gate import Pause
 from shoal.peer.guest.keeper import GuestKeeper, KeeperThread
+from shoal.peer.guest.spot import SpotNotices, SpotThread
 from shoal.peer.island.devices import check_island_can_train, choose_devices
 from shoal.peer.member.connection import RunConnection
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.options import STOPPED_AT_ONCE, SessionOptions
+from shoal.peer.options import STOPPED_AT_ONCE, TERMINATED, SessionOptions
 from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.recipes.local_loop import LocalLoop
@@ -65,7 +66,8 @@ class Ending(Enum):
     """Ways in which a membership ends without an error."""
 
     RUN_ENDED = "the run ended"
-    STOPPED = "a signal asked this peer to stop"
+    STOPPED = "Ctrl-C asked this peer to stop"
+    TERMINATED = "SIGTERM, or the notice of a spot machine's provider, asked this peer to stop"
     PAUSED = "the machine is not lent to the run any more"
 
 
@@ -80,13 +82,14 @@ def run_member(
     agree: Agree,
     keeper: GuestKeeper,
     watch: Callable[[RunConnection, Watched], None],
+    spot: SpotNotices | None = None,
 ) -> Ending:
-    """Join and train until the run ends, the owner's terms end it, or Ctrl-C: the first leaves gracefully, the second
-    stops at once.
+    """Join and train until the run ends, the owner's terms end it, or a signal comes: the first leaves gracefully, the
+    second stops at once.
 
     ``agree`` is called before joining, and before any file that the run names is opened; ``keeper``: of the owner's
-    terms; ``watch`` is called before training, with the connection and the session or pipeline peer. Raises the errors
-    of joining and training.
+    terms; ``watch`` is called before training, with the connection and the session or pipeline peer; ``spot``: where
+    a notice comes from that this machine is taken back. Raises the errors of joining and training.
     """
     devices = _devices_of(work)
     device, ranks = devices[0], len(devices)
@@ -104,13 +107,20 @@ def run_member(
     peers: list[Session | PipelinePeer] = []
 
     def request_stop() -> None:
-        if not peers:  # not joined yet, so there is nothing to leave in order
+        if peers:
+            peers[0].request_stop()
+        elif signal.SIGTERM in stops:  # not joined yet, so there is nothing to leave in order
+            raise SystemExit(TERMINATED)
+        else:
             raise KeyboardInterrupt
-        peers[0].request_stop()
 
     def give_up(pause: Pause) -> None:
         log.info("this machine is given up: %s; it comes back %s", pause.reason, _when(pause))
         connection.say_farewell("paused", pause.words)
+        request_stop()
+
+    def take_notice(notice: str) -> None:
+        log.warning("the provider takes this machine back (%s): this peer leaves the run", notice)
         request_stop()
 
     with ExitStack() as behind_session, _handled_signals(request_stop, stops):
@@ -125,7 +135,8 @@ def run_member(
             connection.close()
             raise
         peers.append(peer)
-        with peer, KeeperThread(keeper, give_up) as kept:
+        noticed = SpotThread(spot, take_notice) if spot is not None else nullcontext()
+        with peer, KeeperThread(keeper, give_up) as kept, noticed as taken_back:
             try:
                 watch(connection, peer)
                 if options.role == "validator" and isinstance(peer, Session):
@@ -138,6 +149,8 @@ def run_member(
                     _train(peer, recipe, device, work.memory)
             except Interrupted:
                 log.info("stopped before the run had a state to give")
+    if signal.SIGTERM in stops or (taken_back is not None and taken_back.notice):
+        return Ending.TERMINATED
     if stops:
         return Ending.STOPPED
     return Ending.RUN_ENDED if kept.pause is None else Ending.PAUSED
@@ -218,7 +231,8 @@ def _handled_signals(request_stop: Callable[[], None], stops: list[int]) -> Iter
 
     def stop(number: int, frame: FrameType | None) -> None:
         stops.append(number)
-        if len(stops) > 1:
+        # Launchers send SIGTERM twice, to a job's shell and to all of its processes; who has no patience has SIGKILL.
+        if number == signal.SIGINT and len(stops) > 1:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)
             os._exit(STOPPED_AT_ONCE)

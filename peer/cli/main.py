@@ -32,7 +32,15 @@ from shoal.peer.cli.guest import (
 from shoal.peer.cli.guest import app as guest_commands
 from shoal.peer.cli.runs import DirectoryOption
 from shoal.peer.cli.runs import app as finding_commands
-from shoal.peer.options import DEFAULT_PORT, DEFAULT_WEB_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
+from shoal.peer.guest.spot import SpotNotices, SpotProvider
+from shoal.peer.options import (
+    DEFAULT_PORT,
+    DEFAULT_WEB_PORT,
+    SHOAL_HOME,
+    STOPPED_AT_ONCE,
+    TERMINATED,
+    StartFrom,
+)
 from shoal.swarm import system
 from shoal.swarm.errors import RunAmended, RunEnded, ShoalError, UserError
 from shoal.swarm.system import run_loop
@@ -392,6 +400,10 @@ def join_command(
     hours: HoursOption = "",
     power: PowerOption = None,
     nice: NiceOption = None,
+    spot: Annotated[
+        SpotProvider | None,
+        typer.Option(help="Leave when this provider's metadata service says that it takes the machine back."),
+    ] = None,
     then: Annotated[
         list[str] | None,
         typer.Option(metavar="INVITE|NAME", help="Join this run when the one before has ended; repeatable."),
@@ -404,6 +416,8 @@ def join_command(
     resume_as: Annotated[str, typer.Option(RESUME_AS, hidden=True)] = "",
 ) -> None:
     """Join a run and train until it ends. Ctrl-C leaves after saving; a second Ctrl-C leaves at once.
+
+    The exit code is 0 after that and at the run's end; SIGTERM leaves in the same way, with 143.
 
     Before a run trains on files of this machine, it is shown, and you are asked. What this machine lends to runs is
     kept in a file: see `shoal terms`."""
@@ -428,6 +442,7 @@ def join_command(
 
     setup_logging(console, verbose)
     choices = [TrackerChoice.parse(text) for text in track or ()]
+    notices = SpotNotices(spot) if spot is not None else None
 
     def join_one(invite: Invite) -> bool:
         """Take part in one run until it ends; returns whether to go on to the next one. Raises ``_Paused``, and
@@ -438,6 +453,9 @@ def join_command(
                     # Before torch is imported: it takes memory.
                     if not wait_until_lent(keeper, invite.run, reporter.on_event):
                         return False
+                    if notices is not None and (notice := notices.look()):
+                        log.warning("the provider takes this machine back (%s): this peer does not join", notice)
+                        raise typer.Exit(TERMINATED)
                     return train(invite, keeper, reporter)
             except RunAmended as amended:
                 from shoal.peer.cli.consent import Consent
@@ -492,7 +510,9 @@ def join_command(
             on_event=on_event,
         )
         with ExitStack() as ending:
-            how = run_member(str(invite), options, work, Consent(console, accept), keeper, watch)
+            how = run_member(str(invite), options, work, Consent(console, accept), keeper, watch, notices)
+        if how is Ending.TERMINATED:
+            raise typer.Exit(TERMINATED)
         if how is Ending.PAUSED:
             raise _Paused
         return how is Ending.RUN_ENDED

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from shoal.peer.cli import join, runs
 from shoal.peer.cli.join import Ending
 from shoal.peer.cli.main import app
-from shoal.peer.options import SessionOptions
+from shoal.peer.guest.spot import SpotNotices
+from shoal.peer.options import TERMINATED, SessionOptions
 from shoal.swarm.errors import RunAmended
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.types import Address
@@ -69,6 +70,26 @@ def test_the_next_run_is_joined_when_nobody_agrees_to_a_longer_one(machine: Mach
     machine.endings = [LONGER, Ending.RUN_ENDED]
     assert machine.join(str(REEF), "--then", str(KELP)) == 0
     assert [text for text, _ in machine.joined] == [str(REEF), str(KELP)]
+
+
+def test_whose_machine_is_taken_back_joins_nothing_more_and_asks_to_be_started_again(machine: Machine) -> None:
+    machine.endings = [Ending.TERMINATED]
+    assert machine.join(str(REEF), "--then", str(KELP)) == TERMINATED
+    assert [text for text, _ in machine.joined] == [str(REEF)]
+
+
+def test_ctrl_c_asks_for_nothing(machine: Machine) -> None:
+    machine.endings = [Ending.STOPPED]
+    assert machine.join(str(REEF), "--then", str(KELP)) == 0
+    assert [text for text, _ in machine.joined] == [str(REEF)]
+
+
+def test_a_machine_that_is_about_to_be_taken_back_does_not_join(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpotNotices, "look", lambda _: "preempted")
+    assert machine.join(str(REEF), "--spot", "gcp") == TERMINATED
+    assert machine.joined == []
 
 
 def test_without_a_next_run_it_ends_and_says_why(machine: Machine) -> None:
