@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test test-all docs soak chaos check bench dist clean
+.PHONY: help install demo test test-all docs soak chaos check bench dist deploy-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo 'make docs      make the generated pages of docs/: run-file.md, events.md, the tree'
 	@echo 'make bench     run the benchmarks, results in benchmarks/results/        BENCHMARKS=… BENCH_ARGS=…'
 	@echo 'make dist      make sdist and wheel in dist/, and run the demo from them where nothing else is installed'
+	@echo 'make deploy-check  check the launchers in deploy/ with all of their validators; minutes'
 	@echo 'make clean     remove caches and build outputs; .venv stays'
 	@echo
 	@echo 'PYTHON=…       the Python that makes .venv, 3.11 or newer (now: $(PYTHON))'
@@ -83,6 +84,10 @@ dist: $(INSTALLED)
 	$(PYTHON) -m venv build/bare
 	build/bare/bin/python -m pip --quiet --disable-pip-version-check --no-input install -c constraints.txt dist/shoal-*.whl
 	cd build/bare && SHOAL_HOME=$(CURDIR)/build/bare/home bin/shoal demo --minutes 0.2 --peers 2
+
+# Validators of dstack, SkyPilot, Kubeflow and others, each in an environment of its own.
+deploy-check: dist
+	deploy/check.sh
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
