@@ -32,8 +32,10 @@ from shoal.swarm import durable
 from shoal.swarm.aio import Changes, in_thread, task_scope
 from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.front import CoordinatorFront
-from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, JournalFiles, LocalJournal
+from shoal.swarm.coordinator.host_commands import replayed
+from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, JournalFiles, LocalJournal, check_run
 from shoal.swarm.coordinator.round_scope import RoundScope
+from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import (
     NEEDS_A_PERSON,
@@ -55,6 +57,7 @@ from shoal.swarm.errors import (
 from shoal.swarm.protocol.addresses import join_host_port, parse_ip, reach_of
 from shoal.swarm.protocol.identity import CurveKeys, Identity, key_text
 from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.relay_url import RelayUrl
 from shoal.swarm.protocol.rounds import Verdict
@@ -442,6 +445,20 @@ def hosted_verdicts(folder: Path, *, has_stages: bool) -> tuple[int, tuple[Verdi
         while has_stages and journal.verdicts(0, 1, scope + 1):
             scope += 1
         return scope, tuple(event.verdict for event in journal.verdicts(scope=scope or None))
+
+
+def hosted_status(folder: Path, run: RunFile) -> CoordinatorToPeerStatus:
+    """Read how a run is by its host's folder, also while the host runs. Raises ``StorageError``, and
+    ``RunFileError`` for the journal of another run file."""
+
+    def sign(message: bytes) -> bytes:
+        raise AssertionError("nothing is decided while a journal is read")
+
+    now_s = time.monotonic()
+    with closing(JournalFiles(folder, live=True)) as journal:
+        check_run(journal, run.hash)
+        machine = replayed(run, sign, journal.read(0), now_s, 0)
+    return (machine.scope if isinstance(machine, PlainRun) else machine).status(now_s)
 
 
 # The run file ---------------------------------------------------------------------------------------------------

@@ -6,17 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from shoal.peer.cli.host import RUN_FILE, hosted_verdicts, is_host_folder
+from shoal.peer.cli.host import RUN_FILE, hosted_status, hosted_verdicts, is_host_folder
 from shoal.peer.directory.card_writer import write_card
 from shoal.peer.directory.places import Place
 from shoal.swarm.client.observer import observe, observe_stages
-from shoal.swarm.coordinator.host_commands import replayed
-from shoal.swarm.coordinator.local_journal import JournalFiles
-from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.protocol.invite import Invite, invite_text
 from shoal.swarm.protocol.messages import (
@@ -73,11 +69,7 @@ def _read(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verd
             f"{folder}: no host keeps a run here; give an invite or a host's folder, ~/.shoal/host/RUN"
         )
     _, run = load_run_file(folder / RUN_FILE)
-    now_s = time.monotonic()
-    with closing(JournalFiles(folder, live=True)) as journal:
-        machine = replayed(run, _no_signature, journal.read(0), now_s, 0)
-    scope = machine.scope if isinstance(machine, PlainRun) else machine
-    status = scope.status(now_s)
+    status = hosted_status(folder, run)
     # The folder does not tell who is still there, and nobody waits for anything on a copy.
     members = tuple(
         one.model_copy(update={"alive": False, "activity": "", "tokens_per_s": 0.0}) for one in status.members
@@ -85,10 +77,6 @@ def _read(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verd
     status = status.model_copy(update={"members": members, "outlook": ""})
     _, verdicts = hosted_verdicts(folder, has_stages=run.pipeline is not None)
     return run, status, verdicts
-
-
-def _no_signature(message: bytes) -> bytes:
-    raise AssertionError("nothing is decided while a journal is read")
 
 
 async def _ask(invite: Invite) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verdict]]:

@@ -1,4 +1,4 @@
-"""What the page is told: the run's facts, its status, its rounds. Values in, JSON values out.
+"""Documents of the page: the run's facts, its status, its rounds. Values in, JSON values out.
 
 Everybody may read it, so it has no invite and no address of a volunteer: those in sentences are masked."""
 

@@ -1,4 +1,4 @@
-"""Where a page gets what it shows: a run that this process hosts, or one that it only follows."""
+"""Source of what a page shows: a run that this process hosts, or one that it only follows."""
 
 from __future__ import annotations
 
