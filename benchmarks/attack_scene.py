@@ -286,7 +286,7 @@ class Trainer(Member):
         super().begin_training(run, recipe)
         self.local = local_work(run, self.vector, make_inner(self.model, run.inner))
         self.data = recipe.training_data()
-        self.order = run_order(run, len(self.data), 1)
+        self.order = run_order(run, self.data, 1)
         self.draws = torch.Generator().manual_seed(100 * run.run.seed + len(self.swarm.members))
 
     async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:

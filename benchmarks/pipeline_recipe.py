@@ -7,7 +7,6 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes import check_settings
 from shoal.peer.training.layers import Layered, StageModel, layered_from_makers
 from shoal.swarm.protocol.run_file import DataSection
@@ -104,7 +104,7 @@ class RestingRecipe:
 
     tokens_per_sample = 1
 
-    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, settings: dict[str, Any], data: DataSection, places: DataPlaces = NOWHERE) -> None:
         self.settings = check_settings(RestingSettings, settings)
         self.corpus_about = "drawn"
         self.corpus_digest = hashlib.sha256(NAME.encode()).digest()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.event_schema import Event
 from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 
@@ -63,8 +64,9 @@ class SessionOptions:
     ``accept_amendments``: go on where the host makes the run longer than it was; ``agreed_ends``: later ends of the
     run to which the owner has agreed, as ``RunAmended`` names them;
     ``start_from``: folder of the checkpoint that the run starts from, if this machine has it; ``data``: folders below
-    which the run may read the files that it names, without any none; ``limits``: on what this process sends and
-    receives, which may be changed at any time; ``on_event``: called with every event, from any thread.
+    which the run may read the files that it names, without any none, and mirrors and cache of shards;
+    ``limits``: on what this process sends and receives, which may be changed at any time; ``on_event``: called with
+    every event, from any thread.
     """
 
     identity: Path = SHOAL_HOME / "identity"
@@ -80,7 +82,7 @@ class SessionOptions:
     start_from: Path | None = None
     accept_amendments: bool = False
     agreed_ends: Changes = ()
-    data: tuple[Path, ...] = ()
+    data: DataPlaces = NOWHERE
     limits: TrafficLimits = field(default_factory=TrafficLimits)
     on_event: Callable[[Event], None] | None = None
 

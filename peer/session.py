@@ -37,9 +37,10 @@ from shoal.peer.training.data import (
     DataAbout,
     Dataset,
     LeasedSamples,
-    SampleOrder,
+    Order,
     fingerprint,
     not_in_islands,
+    prefetch,
     run_order,
     take_batch,
 )
@@ -237,6 +238,7 @@ class Session:
         samples.put_back()
         batch_samples = self.run_file.inner.batch_samples
         while self._next_range(batch_samples):
+            prefetch(dataset, order, samples.undone())
             while (bounds := samples.next_batch(batch_samples)) is not None:
                 self._timer.start()
                 indices = order.indices(*bounds)
@@ -333,13 +335,13 @@ class Session:
             except Interrupted:
                 log.debug("no further lease, because this session stops")
 
-    def _order_of(self, dataset: Dataset) -> SampleOrder:
+    def _order_of(self, dataset: Dataset) -> Order:
         """Agree with the run on the data and return the order of its samples. Raises ``CorpusError``."""
         replica, length = self._replica, len(dataset)
         if replica.recipe_config is None:
             about = f"{length} samples"
             replica.describe(DataAbout(fingerprint(dataset), about, replica.tokens_per_sample, length))
-        return run_order(self.run_file, length, replica.tokens_per_sample)
+        return run_order(self.run_file, dataset, replica.tokens_per_sample)
 
     def step(self, loss: Tensor) -> None:
         """Take the inner step after ``loss.backward()``, and close the round when it is due.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes import check_settings
 from shoal.peer.training.layers import Layered, Maker, StageModel, layered_from_makers
 from shoal.swarm.errors import RecipeError
@@ -94,7 +94,7 @@ class ShapesRecipe:
 
     tokens_per_sample = 1
 
-    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, settings: dict[str, Any], data: DataSection, places: DataPlaces = NOWHERE) -> None:
         self.settings = check_settings(ShapesSettings, settings)
         if data.tokens_per_sample not in (None, 1):
             raise RecipeError("data.tokens_per_sample: expected nothing or 1: the shapes count images")

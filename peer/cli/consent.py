@@ -13,7 +13,6 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -25,13 +24,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.peer.checkpoints.remote.store import without_password
+from shoal.peer.data.manifest import MANIFEST
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes import Recipe
 from shoal.peer.terminal.events import count_text, number_of, printable
 from shoal.peer.training.data_files import DataFile, find_files, named_folders
 from shoal.swarm import durable
 from shoal.swarm.errors import NotAccepted, RunAmended, StorageError
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.run_sources import file_pattern
+from shoal.swarm.protocol.run_sources import file_pattern, shards_url
 from shoal.swarm.protocol.types import Changes
 
 log = logging.getLogger(__name__)
@@ -59,14 +61,20 @@ class RunTerms:
     recipe: Recipe
     folders: tuple[Path, ...] = ()
     files: tuple[DataFile, ...] = ()
+    places: DataPlaces = NOWHERE
 
     @classmethod
-    def of(cls, run: RunFile, recipe: Recipe, data: Sequence[Path]) -> RunTerms:
-        """Find the files that the run names, without opening any. ``data``: the folders of ``--data``.
+    def of(cls, run: RunFile, recipe: Recipe, places: DataPlaces) -> RunTerms:
+        """Find the files that the run names, without opening any. ``places``: what ``--data`` names.
 
         Raises ``UserError`` for a path that is no folder, ``CorpusError`` for missing files."""
-        folders, named = named_folders(data), file_pattern(run.data.source)
-        return cls(run, recipe, folders, find_files(*named, folders) if named is not None else ())
+        folders, named = named_folders(places.folders), file_pattern(run.data.source)
+        files: tuple[DataFile, ...] = ()
+        if named is not None:
+            files = find_files(*named, folders)
+        elif shards_url(run.data.source) is not None:
+            files = tuple(find_files("tokens", MANIFEST, [folder])[0] for folder in folders)
+        return cls(run, recipe, folders, files, places)
 
 
 class Consent:
@@ -201,8 +209,17 @@ def _end(run: RunFile) -> str:
 
 def _data(terms: RunTerms) -> str:
     source, files = terms.run.data.source, terms.files
+    if not files and source == "stdlib":
+        return "the standard library of this Python"
+    if not files and shards_url(source) is not None:
+        mirrors = terms.places.mirrors or (shards_url(source) or "", *terms.run.data.mirrors)
+        disk = filesize.decimal(terms.places.cache_bytes)
+        return (
+            f"token shards, downloaded from {', '.join(map(without_password, mirrors))}, of which at most {disk} "
+            "stay on the disk; no files of this machine"
+        )
     if not files:
-        return "the standard library of this Python" if source == "stdlib" else f"{source}; no files of this machine"
+        return f"{source}; no files of this machine"
     names = ", ".join(_short(file.name) for file in files[:_SHOWN_FILES])
     more = f" and {len(files) - _SHOWN_FILES:,} more" if len(files) > _SHOWN_FILES else ""
     size = filesize.decimal(sum(file.size_bytes for file in files))

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.machine_memory import memory_text
 from shoal.peer.options import DEFAULT_PORT
 from shoal.peer.pipeline.profile import CACHE, ModelProfile, profile_model
@@ -107,9 +108,9 @@ def examine(
     limits: MemoryLimits,
     cache: Path = CACHE,
     *,
-    data: Sequence[Path] = (),
+    data: DataPlaces = NOWHERE,
 ) -> Diagnosis:
-    """Look at the machine and measure the run's model on it; ``data``: the folders of ``--data``.
+    """Look at the machine and measure the run's model on it; ``data``: what ``--data`` names.
 
     Raises ``DeviceError``, ``RunFileError``, ``RecipeError`` or ``CorpusError``."""
     device = choose_device(device_name)

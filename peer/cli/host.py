@@ -19,6 +19,7 @@ import zmq
 
 from shoal.peer.cli.host_events import describe_event
 from shoal.peer.cli.supervisor import Restarts
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.directory.card import CardSource
 from shoal.peer.directory.card_writer import CardWriter, card_place
 from shoal.peer.directory.local_fit import shoal_version
@@ -116,7 +117,7 @@ class HostOptions:
     ``advertise``: what the invite says, by default this machine's address and the bound port; port 0: the bound one.
     ``backup``: another place for all that is kept in ``state``. ``start_from``: the checkpoint that the run starts
     from, if its file does not name one. ``pin``: fix what members have to bring, if the run file does not yet;
-    ``data``: the folders that the run's data is looked for in, for that. ``publish``: path or URL where the run's
+    ``data``: where the run's data is looked for, for that. ``publish``: path or URL where the run's
     card is kept up to date; empty for nowhere.
     ``via``: relays that this host is reached over; ``relay``: run one beside it for members that cannot be dialed,
     unless it is reached over others. ``web``: where to serve the page of the runs; None for nowhere."""
@@ -128,7 +129,7 @@ class HostOptions:
     backup: Path | None = None
     start_from: StartFrom | None = None
     pin: bool = True
-    data: tuple[Path, ...] = ()
+    data: DataPlaces = NOWHERE
     publish: str = ""
     via: tuple[RelayUrl, ...] = ()
     relay: bool = True
@@ -255,7 +256,7 @@ async def _prepared(run_path: Path, options: HostOptions) -> HostedRun:
     state = options.state / run.run.name
     if options.start_from is not None:
         text, run = await started_run_file(run_path, state, options.start_from)
-    text, run = await pinned_run_file(text, run, state, pin=options.pin, folders=options.data)
+    text, run = await pinned_run_file(text, run, state, pin=options.pin, places=options.data)
     identity, pem = host_identity(options.identity, state)
     backup = Backup(options.backup / run.run.name) if options.backup else None
     return HostedRun(text, run, state, identity, pem, backup)
@@ -492,10 +493,10 @@ async def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tup
 
 
 async def pinned_run_file(
-    text: str, run: RunFile, kept: Path, *, pin: bool, folders: Sequence[Path] = ()
+    text: str, run: RunFile, kept: Path, *, pin: bool, places: DataPlaces = NOWHERE
 ) -> tuple[str, RunFile]:
     """The run file that a host publishes: with pins, unless its members bring loops of their own or these are not
-    wanted (``pin``). ``folders``: where its data may be. Where the run is being hosted already, in the folder ``kept``,
+    wanted (``pin``). ``places``: where its data may be. Where the run is being hosted already, in the folder ``kept``,
     it stays what it is.
 
     Raises what went wrong in the process that builds the model, with what else can be done."""
@@ -509,14 +510,14 @@ async def pinned_run_file(
     with tempfile.TemporaryDirectory(prefix="shoal-prepare-") as folder:
         given, out = Path(folder) / RUN_FILE, Path(folder) / "prepared.toml"
         given.write_text(text)
-        await _prepare_apart(given, out, folders)
+        await _prepare_apart(given, out, places)
         return load_run_file(out)
 
 
-async def _prepare_apart(given: Path, out: Path, folders: Sequence[Path]) -> None:
+async def _prepare_apart(given: Path, out: Path, places: DataPlaces) -> None:
     """Run `shoal prepare`. Raises its error, with what else can be done, under the run file's usual name."""
     arguments = ["prepare", str(given), "--out", str(out)]
-    arguments += [word for folder in folders for word in ("--data", str(folder))]
+    arguments += [word for one in places.named for word in ("--data", one)]
     try:
         await _run_command(arguments)
     except ShoalError as error:

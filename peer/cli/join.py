@@ -216,8 +216,8 @@ def _train_island(
             os.write(sys.stdout.fileno(), _SHOW_CURSOR)
         os._exit(IslandBroken.exit_code)
 
-    toml, folders = connection.members.run.client.run_toml, [str(folder) for folder in connection.options.data]
-    task = RankTask(toml, folders, [str(device) for device in devices], work.tensor_parallel, work.threads)
+    toml, names = connection.members.run.client.run_toml, [str(device) for device in devices]
+    task = RankTask(toml, connection.options.data.arguments, names, work.tensor_parallel, work.threads)
     started = behind_session.enter_context(started_ranks(task, leave_at_once))
     if isinstance(peer, PipelinePeer):
         lead_stages(peer, recipe, connection.run_file, started)

@@ -32,6 +32,7 @@ from shoal.peer.cli.guest import (
 from shoal.peer.cli.guest import app as guest_commands
 from shoal.peer.cli.runs import DirectoryOption
 from shoal.peer.cli.runs import app as finding_commands
+from shoal.peer.data_places import DataPlaces
 from shoal.peer.guest.spot import SpotNotices, SpotProvider
 from shoal.peer.options import (
     DEFAULT_PORT,
@@ -103,12 +104,15 @@ JoinArgument = Annotated[
     ),
 ]
 DataOption = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
         "--data",
-        metavar="FOLDER",
-        help="Folder in which the run may read the files it names; repeatable.",
+        metavar="FOLDER|URL",
+        help="Folder in which the run may read the files it names, or folder or URL with the run's shards; repeatable.",
     ),
+]
+DataCacheOption = Annotated[
+    str, typer.Option(metavar="SIZE", help="Most disk for downloaded blocks of shards, such as 50G; by default 8G.")
 ]
 RESUME_AT, RESUME_AS = "--resume-at", "--resume-as"
 """Options of a process that goes on for one that has paused."""
@@ -205,7 +209,7 @@ def host_command(
         raise UserError("--from, --identity and --via are for one run: give each run a host of its own for that")
     start = start_of(start_from, identity, only_parameters=parameters_only)
     addresses = split_host_port(bind, DEFAULT_PORT), parse_advertised(advertise)
-    folders = tuple(data or ())
+    places = DataPlaces.of(data or ())
     options = HostOptions(
         identity,
         state,
@@ -213,7 +217,7 @@ def host_command(
         backup,
         start,
         pin=not no_pins,
-        data=folders,
+        data=places,
         publish=publish,
         via=tuple(RelayUrl.parse(url) for url in via or ()),
         relay=not no_relay,
@@ -319,7 +323,7 @@ def prepare_command(
     from shoal.peer.cli.host import say_pins
     from shoal.peer.cli.prepare import prepare
 
-    prepared = prepare(run, out, console.print, data or ())
+    prepared = prepare(run, out, console.print, DataPlaces.of(data or ()))
     console.print(f"Pins    {say_pins(prepared.pins)}", soft_wrap=True)
 
 
@@ -386,6 +390,7 @@ def join_command(
         typer.Option(min=1, metavar="K", help="With --copy-to: K rounds or more between copies."),
     ] = 1,
     data: DataOption = None,
+    data_cache: DataCacheOption = "",
     accept: Annotated[
         str,
         typer.Option(metavar="RUNHASH", help="Agree to this run without being asked: its hash, or 16 digits of it."),
@@ -505,7 +510,7 @@ def join_command(
             start_from=start_from,
             accept_amendments=accept_amendments,
             agreed_ends=agreed_ends(keeper.folder, invite.run_hash),
-            data=tuple(data or ()),
+            data=DataPlaces.of(data or (), _memory("--data-cache", data_cache), keeper.limits),
             limits=keeper.limits,
             on_event=on_event,
         )
@@ -610,7 +615,7 @@ def doctor_command(
         )
         run, limits = Path(subject) if subject else None, MemoryLimits(host_bytes, device_bytes)
         with console.status("Looking at this machine and measuring the model's layers"):
-            found = examine(run, device, limits, data=data or ())
+            found = examine(run, device, limits, data=DataPlaces.of(data or ()))
         console.print(report(found))
     with console.status("Looking at this machine's network"):
         network = run_loop(examine_network(invite, bind_to, relays, maps_ports=port_mapping))

@@ -7,12 +7,13 @@ host itself holds no model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes import layered_recipe, load_recipe, package_of
 from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.recipes.packages import InstalledPackage
@@ -32,8 +33,8 @@ Say = Callable[[str], object]
 # The pins -----------------------------------------------------------------------------------------------------
 
 
-def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection:
-    """Build the model and read the data, in ``folders`` only, as a member would. ``say`` gets progress messages.
+def pins_of(run: RunFile, say: Say, places: DataPlaces = NOWHERE) -> PinsSection:
+    """Build the model and read the data, from ``places`` only, as a member would. ``say`` gets progress messages.
 
     Raises ``RecipeError``, ``CorpusError``, ``ModelMismatch``, and ``DeviceError`` for a model that does not fit."""
     if run.recipe.name == "own":
@@ -41,7 +42,7 @@ def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection
             "recipe.name: the members of this run bring their own training loop, and nothing can be prepared for them"
         )
     say("Preparing: opening the data …")
-    recipe, package = load_recipe(run, folders), package_of(run)
+    recipe, package = load_recipe(run, places), package_of(run)
     samples = len(recipe.training_data())
     tokens, corpus = recipe.tokens_per_sample, recipe.corpus_digest.hex()
     if run.pipeline is not None:
@@ -118,14 +119,14 @@ def with_pins(text: str, pins: PinsSection, where: str) -> tuple[str, RunFile]:
     return whole, parse_run_file(whole, f"{where} with its [pins]")
 
 
-def prepare(run_path: Path, out: Path, say: Say, folders: Sequence[Path] = ()) -> RunFile:
-    """Write the run file with its ``[pins]`` to ``out``; ``folders``: where its data may be. Blocks.
+def prepare(run_path: Path, out: Path, say: Say, places: DataPlaces = NOWHERE) -> RunFile:
+    """Write the run file with its ``[pins]`` to ``out``; ``places``: where its data may be. Blocks.
 
     Raises as ``pins_of`` and ``with_pins``, and ``StorageError``."""
     text, run = load_run_file(run_path)
     if run.pins is not None:
         raise RunFileError(f"{run_path}: has [pins] already: leave that section out to have it made anew")
-    prepared, run = with_pins(text, pins_of(run, say, folders), str(run_path))
+    prepared, run = with_pins(text, pins_of(run, say, places), str(run_path))
     try:
         durable.put(out, prepared.encode())
     except OSError as error:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import http.client
 import queue
 import re
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from typing import TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 from shoal.peer.checkpoints.remote.store import RemoteStore, without_password
+from shoal.peer.http_get import HttpError, get
 from shoal.peer.regular_file import read_regular
 from shoal.swarm.errors import DirectoryError, RemoteStorageError
 from shoal.swarm.protocol.addresses import reach_of
@@ -28,10 +27,7 @@ from shoal.swarm.protocol.run_sources import check_url
 
 T = TypeVar("T")
 
-_MOST_REDIRECTS = 3
 _AT_ONCE = 16
-_PIECE_BYTES = 65_536
-_AGENT = "shoal"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -152,82 +148,25 @@ def _read_store(place: Place, stop: int) -> bytes:
 # http and https ----------------------------------------------------------------------------------------------------
 
 
-class _Plain(http.client.HTTPConnection):
-    """Connection to an address that was checked, whatever the host's name has become since."""
-
-    def __init__(self, host: str, port: int, address: str, timeout_s: float) -> None:
-        super().__init__(host, port, timeout=timeout_s)
-        self._address = address
-
-    def connect(self) -> None:
-        self.sock = socket.create_connection((self._address, self.port), self.timeout)
-
-
-class _Secured(_Plain):
-    """The same over TLS, with the certificate checked for the host's name."""
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
-
-
 def _get(place: Place, limit_bytes: int, end_s: float) -> Fetched:
-    """GET with redirects, in HTTP/1.1 of the standard library, which bounds header lines itself."""
-    url = place.where
-    for _ in range(_MOST_REDIRECTS + 1):
-        connection, address = _connect(url, place, end_s)
-        try:
-            split = urlsplit(url)
-            target = (split.path or "/") + (f"?{split.query}" if split.query else "")
-            connection.request("GET", target, headers={"User-Agent": _AGENT, "Accept-Encoding": "identity"})
-            response = connection.getresponse()
-            if response.status in (301, 302, 303, 307, 308):
-                url = urljoin(url, response.getheader("Location", ""))
-                continue
-            if response.status != 200:
-                raise DirectoryError(f"{place.shown}: the server answers {response.status}")
-            return Fetched(_body(response, connection, limit_bytes, end_s), url, address)
-        finally:
-            connection.close()
-    raise DirectoryError(f"{place.shown}: more than {_MOST_REDIRECTS} redirects")
+    """GET, where the rules on what a directory may list hold again for each redirect."""
 
-
-def _body(
-    response: http.client.HTTPResponse, connection: http.client.HTTPConnection, limit_bytes: int, end_s: float
-) -> bytes:
-    """Read up to one byte more than the limit, until ``end_s``."""
-    data = bytearray()
-    while len(data) <= limit_bytes:
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
-            raise DirectoryError("the server is too slow")
-        if connection.sock is not None:
-            connection.sock.settimeout(left_s)
-        piece = response.read1(min(_PIECE_BYTES, limit_bytes + 1 - len(data)))
-        if not piece:
-            break
-        data += piece
-    return bytes(data)
-
-
-def _connect(url: str, place: Place, end_s: float) -> tuple[_Plain, str]:
-    """Return a connection to an allowed address of the URL's host, and that address. Raises ``DirectoryError``."""
-    split = urlsplit(url)
-    if split.scheme not in ("http", "https") or not split.hostname or not url.isascii() or not url.isprintable():
-        raise DirectoryError(f"{place.shown}: leads to something that is no http(s) address")
-    port = split.port or (443 if split.scheme == "https" else 80)
-    at_home = place.listed_by is not None and _origin(url) == _origin(place.listed_by.where)
-    if place.listed_by is not None and not at_home:
-        check_url(url)  # and with it only https
-    found = socket.getaddrinfo(split.hostname, port, type=socket.SOCK_STREAM)
-    addresses = [str(one[4][0]) for one in found]
-    if place.listed_by is not None:
-        known = place.listed_by.address if at_home else ""
+    def judge(url: str, addresses: Sequence[str]) -> None:
+        listed_by = place.listed_by
+        if listed_by is None:
+            return
+        at_home = _origin(url) == _origin(listed_by.where)
+        if not at_home:
+            check_url(url)  # and with it only https
+        known = listed_by.address if at_home else ""
         if not all(reach_of(one) == "public" or one == known for one in addresses):
-            raise DirectoryError(f"{place.shown}: lies in a private network, and a directory elsewhere lists it")
-    left_s = max(0.1, end_s - time.monotonic())
-    kind = _Secured if split.scheme == "https" else _Plain
-    return kind(split.hostname, port, addresses[0], left_s), addresses[0]
+            raise HttpError("lies in a private network, and a directory elsewhere lists it")
+
+    try:
+        answer = get(place.where, judge, limit_bytes, end_s)
+    except HttpError as error:
+        raise DirectoryError(f"{place.shown}: {error}") from error
+    return Fetched(answer.data, answer.url, answer.address)
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

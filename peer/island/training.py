@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from shoal.peer.data_places import DataPlaces
 from shoal.peer.island.group import TENSOR_PARALLEL, Island, init_process_group
 from shoal.peer.island.ranks import FollowingSession, IslandLead
 from shoal.peer.island.spreading import DATA_PARALLEL, check_cuts, spread_model
@@ -63,10 +65,10 @@ _DEATH_IS_KNOWN_S = 2.0
 
 @dataclass(frozen=True)
 class RankTask:
-    """What the ranks of an island do. ``data``: folders that the run may read; ``devices``: one for each rank."""
+    """What the ranks of an island do. ``data``: arguments of ``DataPlaces.of``; ``devices``: one for each rank."""
 
     run_toml: str
-    data: list[str]
+    data: dict[str, Any]
     devices: list[str]
     tensor_parallel: int
     threads: int | None
@@ -215,7 +217,7 @@ def _follow(task: RankTask, rank: int, folder: str) -> None:
     """Train as another rank than 0."""
     run, device = parse_run_file(task.run_toml), torch.device(task.devices[rank])
     allow_tf32(device, run.inner.precision)
-    recipe = load_recipe(run, [Path(one) for one in task.data])
+    recipe = load_recipe(run, DataPlaces.of(**task.data))
     cuts = _cuts_of(recipe, run, task.tensor_parallel)
     island = task.begin(folder, rank)
     if run.pipeline is not None:

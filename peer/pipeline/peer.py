@@ -137,7 +137,7 @@ class PipelinePeer:
         return SpanContext(
             connection=connection,
             layered=layered,
-            samples=TrainingSamples(layers, data, run_order(run, len(data), recipe.tokens_per_sample)),
+            samples=TrainingSamples(layers, data, run_order(run, data, recipe.tokens_per_sample)),
             about=DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data)),
             recipe_config=recipe.config(),
             staging=Staging(self._device, codec_of(run.pipeline.activation_format)),

@@ -18,7 +18,7 @@ from shoal.peer.member.replica import TrainingReplica
 from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, MicroBatchKey, StageCompute
 from shoal.peer.pipeline.tensor_io import ComputedTensor
-from shoal.peer.training.data import Dataset, SampleOrder, take_batch
+from shoal.peer.training.data import Dataset, Order, prefetch, take_batch
 from shoal.peer.training.device_streams import Mark, streams_of
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import Busy, NotAdmitted, StaleWork, WireError
@@ -108,11 +108,12 @@ class TrainingSamples:
 
     recipe: LayeredRecipe
     data: Dataset
-    order: SampleOrder
+    order: Order
 
     def read(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the model's input and the targets, each (b, …)."""
         batch = take_batch(self.data, self.order.indices(micro_batch.start, micro_batch.stop))
+        prefetch(self.data, self.order, [(micro_batch.start, micro_batch.stop)])
         return self.recipe.input_of(batch), self.recipe.targets_of(batch)
 
 

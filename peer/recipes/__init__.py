@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes.packages import InstalledPackage, check_package, installed_package, plain_name, provider_of
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import RecipeError
@@ -34,7 +34,9 @@ SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 class Samples(Protocol):
-    """Map-style training data; a sample is a window of ``tokens_per_sample + 1`` tokens."""
+    """Map-style training data; a sample is a window of ``tokens_per_sample + 1`` tokens.
+
+    Data that is better read in an order of its own also has ``OrderedDataset``'s methods."""
 
     def __len__(self) -> int:
         """Number of samples, at least 1."""
@@ -50,17 +52,17 @@ class Samples(Protocol):
 
 
 class Recipe(Protocol):
-    """Model, loss and data of a run. Constructed as ``RecipeClass(settings, data, folders)``.
+    """Model, loss and data of a run. Constructed as ``RecipeClass(settings, data, places)``.
 
-    Files that ``data`` names may be read below ``folders`` only, which the owner of this machine has named
-    (``peer/training/data_files.py``).
+    Files that ``data`` names may be read below ``places.folders`` only, which the owner of this machine has named
+    (``peer/training/data_files.py``); ``corpus.open_samples`` opens every source by these rules.
 
     The constructor raises ``RecipeError`` for settings that it cannot use. It opens no data: the first access to the
     data does that, and raises ``CorpusError``."""
 
     tokens_per_sample: int
 
-    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path]) -> None: ...
+    def __init__(self, settings: dict[str, Any], data: DataSection, places: DataPlaces) -> None: ...
 
     @property
     def corpus_digest(self) -> bytes:
@@ -102,14 +104,14 @@ class Recipe(Protocol):
         ...
 
 
-def load_recipe(run_file: RunFile, folders: Sequence[Path] = ()) -> Recipe:
-    """The recipe that the run names. It opens its data at the first access, below ``folders`` only.
+def load_recipe(run_file: RunFile, places: DataPlaces = NOWHERE) -> Recipe:
+    """The recipe that the run names. It opens its data at the first access, from ``places`` only.
 
     Raises ``RecipeError`` where it is not installed, is of another package than the run names, refuses its settings, or
     cannot be cut into the run's stages, and ``RunFileError`` where a round is no whole number of micro-batches."""
     point = installed_recipes().get(run_file.recipe.name)
     check_package(run_file, point.dist if point else None, is_installed=point is not None)
-    recipe = find_recipe(run_file.recipe.name)(run_file.recipe.settings, run_file.data, folders)
+    recipe = find_recipe(run_file.recipe.name)(run_file.recipe.settings, run_file.data, places)
     if run_file.pipeline is not None:
         run_file.check_micro_batches(recipe.tokens_per_sample)
         stages = run_file.pipeline.stages

@@ -1,4 +1,4 @@
-"""Corpora of tokens: the standard library's sources, text files, or a file of tokens.
+"""Corpora of tokens: the standard library's sources, text files, a file of tokens, or token shards at a URL.
 
 They are split into training and held-out tokens by content that every peer shares (names, positions), never by chance.
 A digest covers both, so that peers can tell whether they hold the same corpus."""
@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shoal.peer.data.shard_samples import ShardSamples, open_shards
+from shoal.peer.data_places import DataPlaces
 from shoal.peer.training.data_files import DataFile, find_files
 from shoal.peer.training.device import usable_bytes
 from shoal.swarm.errors import CorpusError
 from shoal.swarm.protocol.run_file import DataSection
-from shoal.swarm.protocol.run_sources import file_pattern
+from shoal.swarm.protocol.run_sources import file_pattern, shards_url
 
 BYTE_VOCAB = 256
 SEPARATOR = 0
@@ -111,14 +113,34 @@ class WindowDataset(Dataset[Tensor]):
         return torch.from_numpy(windows.astype(np.int64))
 
 
+@dataclass(frozen=True, eq=False)
+class CorpusSamples:
+    """Samples to train on and samples to test on. ``digest``: SHA-256 of both; ``about``: a line for people."""
+
+    train: WindowDataset | ShardSamples
+    held_out: WindowDataset | ShardSamples
+    digest: bytes
+    about: str
+
+
+def open_samples(data: DataSection, vocab: int, context: int, places: DataPlaces) -> CorpusSamples:
+    """Open the samples of any source that ``[data]`` can name. Arguments and errors as of ``load_corpus``."""
+    if shards_url(data.source) is not None:
+        shards = open_shards(data, vocab, context, places)
+        return CorpusSamples(shards.train, shards.held_out, shards.digest, shards.about)
+    corpus = load_corpus(data, vocab, context, places.folders)
+    train, held_out = WindowDataset(corpus.train, context), WindowDataset(corpus.held_out, context)
+    return CorpusSamples(train, held_out, corpus.digest, corpus.about)
+
+
 def load_corpus(data: DataSection, vocab: int, context: int, folders: Sequence[Path] = ()) -> Corpus:
-    """Open the corpus that ``[data]`` names; its files may be in ``folders`` only.
+    """Open the corpus that ``[data]`` names, as arrays of all its tokens; its files may be in ``folders`` only.
 
     ``vocab`` and ``context`` (tokens) are the model's. Raises ``CorpusError`` for a corpus that is missing, damaged,
     too small for one sample on either side of the split, or that has tokens outside the vocabulary."""
     named = file_pattern(data.source)
     if data.source != "stdlib" and named is None:
-        raise CorpusError(f"data.source: expected stdlib, text:GLOB or tokens:FILE, not {data.source!r}")
+        raise CorpusError(f"data.source: expected stdlib, text:GLOB, tokens:FILE or shards:URL, not {data.source!r}")
     if named is not None and named[0] == "tokens":
         (file,) = find_files(*named, folders)
         corpus = _load_tokens(file, vocab, data.held_out)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes import check_settings
 from shoal.peer.recipes.corpus import BYTE_VOCAB, SEPARATOR
 from shoal.peer.recipes.gpt_model import Gpt, GptSettings, empty_model, layered_gpt
@@ -26,10 +26,10 @@ NAME = "gpt"
 class GptRecipe(LanguageModelRecipe):
     """The recipe ``gpt``: ``Gpt`` on the corpus that the run names."""
 
-    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, settings: dict[str, Any], data: DataSection, places: DataPlaces = NOWHERE) -> None:
         """Raises ``RecipeError``."""
         self.settings = check_settings(GptSettings, settings)
-        super().__init__(self.settings.context, self.settings.vocab, data, folders)
+        super().__init__(self.settings.context, self.settings.vocab, data, places)
 
     def build_model(self, seed: int) -> Gpt:
         model = empty_model(self.settings)

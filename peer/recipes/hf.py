@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes import check_settings
 from shoal.peer.recipes.exact_draws import ExactDraws
 from shoal.peer.recipes.hf_layers import CUT, CutModel
@@ -61,7 +61,7 @@ class HfSettings(BaseModel):
 class HfRecipe(LanguageModelRecipe):
     """The recipe ``hf``: a model of transformers on the corpus that the run names."""
 
-    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, settings: dict[str, Any], data: DataSection, places: DataPlaces = NOWHERE) -> None:
         """Raises ``RecipeError``, also where transformers is not installed."""
         self.settings = check_settings(HfSettings, settings)
         self._config = transformers_config(self.settings.config)
@@ -76,7 +76,7 @@ class HfRecipe(LanguageModelRecipe):
                 f"recipe.settings.context: the model has {positions} positions ({_WHERE}.max_position_embeddings), "
                 f"fewer than {context}"
             )
-        super().__init__(context, vocab, data, folders)
+        super().__init__(context, vocab, data, places)
 
     def build_model(self, seed: int) -> nn.Module:
         return drawn(_constructed(self._config, self._attention, "cpu", seed), seed)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.peer.recipes.corpus import Corpus, WindowDataset, load_corpus
+from shoal.peer.data_places import DataPlaces
+from shoal.peer.recipes import Samples
+from shoal.peer.recipes.corpus import CorpusSamples, open_samples
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.run_file import DataSection
 
@@ -20,7 +20,7 @@ _EVAL_BATCH = 16
 class LanguageModelRecipe:
     """Data and loss of a causal language model. See ``Recipe`` and ``LayeredRecipe`` for the methods."""
 
-    def __init__(self, context: int, vocab: int, data: DataSection, folders: Sequence[Path]) -> None:
+    def __init__(self, context: int, vocab: int, data: DataSection, places: DataPlaces) -> None:
         """``context``: tokens of a sample; ``vocab``: the model's. Raises ``RecipeError``."""
         if data.tokens_per_sample not in (None, context):
             raise RecipeError(
@@ -29,11 +29,11 @@ class LanguageModelRecipe:
             )
         self.tokens_per_sample = context
         self._vocab = vocab
-        self._data, self._folders = data, folders
+        self._data, self._places = data, places
 
     @cached_property
-    def _corpus(self) -> Corpus:
-        return load_corpus(self._data, self._vocab, self.tokens_per_sample, self._folders)
+    def _corpus(self) -> CorpusSamples:
+        return open_samples(self._data, self._vocab, self.tokens_per_sample, self._places)
 
     @property
     def corpus_digest(self) -> bytes:
@@ -43,8 +43,8 @@ class LanguageModelRecipe:
     def corpus_about(self) -> str:
         return self._corpus.about
 
-    def training_data(self) -> WindowDataset:
-        return WindowDataset(self._corpus.train, self.tokens_per_sample)
+    def training_data(self) -> Samples:
+        return self._corpus.train
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return self.loss_of(self.logits(model, self.input_of(batch)), self.targets_of(batch))
@@ -78,7 +78,7 @@ class LanguageModelRecipe:
         """The loss on up to ``max_samples`` held-out samples, spread evenly.
 
         ``model`` is on ``device``, and is left in its mode (training or not)."""
-        held_out = WindowDataset(self._corpus.held_out, self.tokens_per_sample)
+        held_out = self._corpus.held_out
         count = min(max(1, max_samples), len(held_out))
         chosen = [number * len(held_out) // count for number in range(count)]
         was_training = model.training

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from shoal.swarm.protocol.types import FirstBatch, SampleRange
 from shoal.swarm.sample_ranges import Ranges, count, merge, to_wire
 
 _PROBES = 16
+_MOST_AHEAD = 16_384
+"""Most samples that are looked at ahead."""
 
 
 class Dataset(Protocol):
@@ -33,6 +35,31 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Order(Protocol):
+    """Order of the run's samples, the same on every peer."""
+
+    def indices(self, start: int, stop: int, /) -> NDArray[np.int64]:
+        """Return the data indices of the sample numbers [start, stop), (stop - start,) int64."""
+        ...
+
+    def random(self, rng: np.random.Generator, count: int, /) -> NDArray[np.int64]:
+        """Draw data indices, (count,) int64, such that few reads get their samples."""
+        ...
+
+
+@runtime_checkable
+class OrderedDataset(Protocol):
+    """Dataset that is read in an order of its own, and can be told what will be read soon: data in blocks."""
+
+    def sample_order(self, seed: int, first: int, /) -> Order:
+        """Return the order of a run with this seed, from position ``first`` of the sequence on."""
+        ...
+
+    def prefetch(self, indices: NDArray[np.int64], /) -> None:
+        """Have the samples at ``indices`` ready soon; returns at once."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -410,6 +437,10 @@ class SampleOrder:
             position += count
         return out
 
+    def random(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
+        """Draw data indices, (count,) int64."""
+        return rng.integers(0, self.length, count)
+
     def _round_keys(self, epoch: int) -> _UintArray:
         """Return the Feistel rounds' keys of an epoch, (_ROUNDS,) uint64, by a hash of seed and epoch."""
         text = f"shoal sample order {self._seed} {epoch}".encode()
@@ -441,9 +472,24 @@ class SampleOrder:
         return (high << self._low_bits) | low
 
 
-def run_order(run: RunFile, length: int, tokens_per_sample: int) -> SampleOrder:
-    """Return the run's order over ``length`` samples. A run that starts from a checkpoint continues the order there."""
-    return SampleOrder(length, run.run.seed, run.start.tokens // tokens_per_sample if run.start else 0)
+def run_order(run: RunFile, data: Sized, tokens_per_sample: int) -> Order:
+    """Return the run's order over the samples of ``data``. A run that starts from a checkpoint continues the order
+    there."""
+    first = run.start.tokens // tokens_per_sample if run.start else 0
+    if isinstance(data, OrderedDataset):
+        return data.sample_order(run.run.seed, first)
+    return SampleOrder(len(data), run.run.seed, first)
+
+
+def prefetch(data: Dataset, order: Order, ranges: Ranges) -> None:
+    """Have leased samples ready soon, and as many that follow them, which are likely to be leased next."""
+    if isinstance(data, OrderedDataset) and ranges:
+        ahead = min(count(ranges), _MOST_AHEAD)
+        wanted, left = [], _MOST_AHEAD
+        for start, stop in [*ranges, (ranges[-1][1], ranges[-1][1] + ahead)]:
+            wanted.append(order.indices(start, min(stop, start + left)))
+            left -= len(wanted[-1])
+        data.prefetch(np.concatenate(wanted))
 
 
 def _scramble(values: _UintArray, key: np.uint64) -> _UintArray:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from shoal.peer.training.data import Dataset, LeasedBatch, LeasedSamples, SampleOrder
+from shoal.peer.training.data import Dataset, LeasedBatch, LeasedSamples, Order
 from shoal.swarm.errors import UserError
 
 Collate = Callable[[list[Any]], Any]
@@ -41,7 +41,7 @@ class LeasedLoader:
     def __init__(
         self,
         dataset: Dataset,
-        order: SampleOrder,
+        order: Order,
         samples: LeasedSamples,
         lease_more: Callable[[int], None],
         *,

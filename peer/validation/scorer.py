@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.compression.codec_map import CodecMap
 from shoal.peer.recipes import Recipe
-from shoal.peer.training.data import run_order
+from shoal.peer.training.data import Order, run_order
 from shoal.peer.validation.scoring import (
     Indices,
     LossMeter,
@@ -50,7 +50,7 @@ class Scorer:
         self._run, self._rng = run, rng
         self._meter = LossMeter(self.model, recipe.loss, data)
         self.layout = self._meter.vector.layout
-        self._order = run_order(run, len(data), recipe.tokens_per_sample)
+        self._order = run_order(run, data, recipe.tokens_per_sample)
         self._sketches = Sketches(rng.getrandbits(62))
 
     def score(
@@ -71,7 +71,7 @@ class Scorer:
         copied = twin or self._sketches.copied_from(verdict.round, planned.peer, contribution)
         step = contribution * (planned.factor * share * self._outer_lr(verdict))
         seed = self._rng.getrandbits(62)
-        on_random = self._meter.gain(anchor, step, random_samples(seed, self.data_length, leased))
+        on_random = self._meter.gain(anchor, step, random_samples(seed, self._order, leased))
         on_leased = self._meter.gain(anchor, step, self._some_of(leased))
         finding: Finding = "copied" if copied else effect_of(on_random, on_leased)
         bare, is_true = self._with_first_loss(bare, work, anchor)
@@ -130,9 +130,9 @@ class Scorer:
         return indices if len(indices) <= _SAMPLES else np.array(self._rng.sample(list(indices), _SAMPLES))
 
 
-def random_samples(seed: int, length: int, leased: Indices) -> Indices:
-    """Return samples of data of this length that are not ``leased``, or any where all are."""
-    drawn = np.random.default_rng(seed).integers(0, length, 4 * _SAMPLES)
+def random_samples(seed: int, order: Order, leased: Indices) -> Indices:
+    """Return samples of the data in this order that are not ``leased``, or any where all are."""
+    drawn = order.random(np.random.default_rng(seed), 4 * _SAMPLES)
     others = drawn[~np.isin(drawn, leased)]
     return (others if len(others) >= 2 else drawn)[:_SAMPLES]
 

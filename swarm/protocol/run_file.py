@@ -37,8 +37,8 @@ from shoal.swarm.errors import IdentityError, RunFileError
 from shoal.swarm.protocol.field_errors import field_errors
 from shoal.swarm.protocol.identity import parse_key
 from shoal.swarm.protocol.pins import PackageVersion, PinsSection
-from shoal.swarm.protocol.run_sources import check_source, check_url
-from shoal.swarm.protocol.start_section import StartSection
+from shoal.swarm.protocol.run_sources import check_folder_url, check_source, check_url, shards_url
+from shoal.swarm.protocol.start_section import Sha256, StartSection
 from shoal.swarm.protocol.types import Record
 
 MAX_SETTINGS_DEPTH = 8
@@ -170,10 +170,19 @@ class DataSection(Record):
         Field(
             description=(
                 "`stdlib`: the `.py` files of the running Python; `text:GLOB`; `tokens:FILE` (`.u16`, `.u32`, "
-                "`.npy`), relative to the folders that each member names with `--data`; `own`, with an own loop"
+                "`.npy`), relative to the folders that each member names with `--data`; `shards:URL`: token shards "
+                "that `shoal data build` has made, in a folder at `https`, `s3`, `gs` or `hf`; `own`, with an own loop"
             )
         ),
     ] = "stdlib"
+    manifest: Annotated[
+        Sha256 | None,
+        Field(description="BLAKE3 digest of the manifest of `shards:URL`, as `shoal data show` prints it"),
+    ] = None
+    mirrors: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=500)], ...],
+        Field(strict=False, max_length=16, description="more URLs with the same shards as `shards:URL`"),
+    ] = ()
     tokens_per_sample: Annotated[
         PositiveInt | None, Field(description="for own loops that count tokens instead of samples")
     ] = None
@@ -184,6 +193,21 @@ class DataSection(Record):
     def _harmless(cls, source: str) -> str:
         check_source(source)
         return source
+
+    @field_validator("mirrors")
+    @classmethod
+    def _public(cls, mirrors: tuple[str, ...]) -> tuple[str, ...]:
+        for url in mirrors:
+            check_folder_url(url)
+        return mirrors
+
+    @model_validator(mode="after")
+    def _pinned(self) -> DataSection:
+        if (self.manifest is not None) != (shards_url(self.source) is not None):
+            raise ValueError('manifest: expected with source = "shards:URL", and with no other source')
+        if self.mirrors and self.manifest is None:
+            raise ValueError('mirrors: expected with source = "shards:URL" only')
+        return self
 
 
 _MUON_MOMENTUM = 0.95

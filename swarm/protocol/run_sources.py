@@ -1,8 +1,8 @@
 """Validation of the data source of a run file, which a stranger wrote and a volunteer's machine reads.
 
-Files are named relative to folders that the volunteer chooses (``peer/training/data_files.py``). No code opens a URL
-yet. Code that does will have to resolve the host, require ``reach_of`` to be ``public`` for every address (after each
-redirect too), and connect to the address that it has checked.
+Files are named relative to folders that the volunteer chooses (``peer/training/data_files.py``). URLs are of public
+servers; code that opens one resolves the host, requires ``reach_of`` to be ``public`` for every address (after each
+redirect too), and connects to the address that it has checked (``peer/http_get.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ SCHEMES = ("https", "s3", "gs", "hf")
 
 _EXAMPLES = {"text": "text:books/**/*.txt", "tokens": "tokens:books/train.u16"}
 
-_EXPECTED = "expected stdlib, own, text:GLOB, tokens:FILE or a URL (https, s3, gs, hf)"
+_EXPECTED = "expected stdlib, own, text:GLOB, tokens:FILE or shards:URL (https, s3, gs, hf)"
+
+_SHARDS = "shards:"
 _HOST_NAME = re.compile(r"([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z][a-z0-9-]{0,61}[a-z0-9]\.?")
 """At least two labels, the last one not numeric: some resolvers read ``127.1`` and ``0x7f000001`` as IP addresses."""
 
@@ -29,13 +31,20 @@ def file_pattern(source: str) -> tuple[str, str] | None:
     return (kind, pattern) if colon and kind in _EXAMPLES and not pattern.startswith("//") else None
 
 
+def shards_url(source: str) -> str | None:
+    """The URL of ``shards:URL``, the folder with the manifest; None for another source."""
+    return source.removeprefix(_SHARDS) if source.startswith(_SHARDS) else None
+
+
 def check_source(source: str) -> None:
     """Check ``data.source``. Raises ``ValueError`` that says what a run file may not name, and why."""
     if source in ("stdlib", "own"):
         return
-    files = file_pattern(source)
+    files, shards = file_pattern(source), shards_url(source)
     if files is not None:
         _check_names(*files)
+    elif shards is not None:
+        check_folder_url(shards)
     elif re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(:|//)", source):
         check_url(source)
     else:
@@ -54,6 +63,13 @@ def _check_names(kind: str, pattern: str) -> None:
                 f"{kind}:{pattern}: must be relative, such as {_EXAMPLES[kind]}. Volunteers choose the folder "
                 "(--data FOLDER); a run file may not name absolute paths, ~, .. or hidden files"
             )
+
+
+def check_folder_url(url: str) -> None:
+    """Check that a URL names a folder at a public server. Raises ``ValueError`` if it does not."""
+    check_url(url)
+    if "?" in url or "#" in url:
+        raise ValueError(f"{url!r}: expected the URL of a folder, without ? and #, as names of files follow it")
 
 
 def check_url(url: str) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.peer.recipes.corpus import WindowDataset
 from shoal.peer.recipes.gpt import Gpt, GptRecipe, generate
 from shoal.peer.recipes.gpt_model import rotary_table, rotate
 from shoal.swarm.errors import CorpusError, RecipeError
@@ -207,7 +206,7 @@ def test_held_out_loss_is_the_mean_and_leaves_the_model_alone(recipe: GptRecipe)
     assert loss != recipe.held_out_loss(model, "cpu", 41)
     assert (values(model), model.training) == (before, mode)
     assert all(p.grad is None for p in model.parameters())
-    held_out = WindowDataset(recipe._corpus.held_out, recipe.tokens_per_sample)
+    held_out = recipe._corpus.held_out
     chosen = [number * len(held_out) // 40 for number in range(40)]
     assert loss == pytest.approx(recipe.loss(model, held_out.batch(chosen)).item(), abs=1e-5)
 

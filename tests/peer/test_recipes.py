@@ -1,5 +1,4 @@
 import tomllib
-from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from shoal.peer import recipes
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes import Recipe, find_recipe, layered_recipe, load_model, load_recipe
 from shoal.peer.recipes.gpt import Gpt, GptRecipe
 from shoal.swarm.errors import RecipeError, RunFileError
@@ -67,7 +67,7 @@ class WholeOnly:
 
     tokens_per_sample = 12
 
-    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, settings: dict[str, Any], data: DataSection, places: DataPlaces = NOWHERE) -> None:
         """Accepts anything."""
 
 

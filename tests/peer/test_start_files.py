@@ -125,7 +125,7 @@ def trained(
     """The state after so many rounds from the run's start, computed by a line of peers, and their losses."""
     recipe = gpt()
     data = recipe.training_data()
-    order = run_order(run, len(data), recipe.tokens_per_sample)
+    order = run_order(run, data, recipe.tokens_per_sample)
     line = Line(recipe, boundaries, [(stage, stage) for stage in range(len(boundaries) - 1)])
     cuts = [0]
     for layout in stage_layouts(LAYERED, boundaries):
@@ -179,7 +179,7 @@ def test_where_the_learning_rate_and_the_samples_go_on(place: Path) -> None:
     alone = parse_run_file(run_toml("next", more=SCHEDULE.format(640 * 7)))
     assert run_lr_factor(alone, 640) == lr_factor(run.schedule, 640 * 7, 640)
     tokens = gpt().tokens_per_sample
-    before, after = run_order(alone, 1000, tokens), run_order(run, 1000, tokens)
+    before, after = run_order(alone, range(1000), tokens), run_order(run, range(1000), tokens)
     first = 640 * 3 // tokens
     assert after.indices(0, 2000).tolist() == before.indices(first, first + 2000).tolist()
 

@@ -7,6 +7,8 @@ counted, so that the machine's router sees no more than its owner has allowed.
 
 from __future__ import annotations
 
+import threading
+
 _BURST_S = 0.1
 """What may move at once after a rest, as a time at the limit's rate: a reading of a second shows no more than the limit
 and a tenth."""
@@ -28,9 +30,11 @@ class RateLimit:
     def __init__(self, bps: float = 0.0) -> None:
         self.bps = bps
         """Bits a second; 0 for no limit. May be changed at any time."""
-        # Two counters, as the I/O thread writes only the first and the event loop only the second.
+        # The I/O thread writes only the first counter, the event loop only the second, and a lock guards the third.
         self._data_bytes = 0
         self._control_bytes = 0
+        self._fetched_bytes = 0
+        self._fetched_lock = threading.Lock()
         self._paid_bytes = 0
         self._left_bytes = 0.0
         self._since_s: float | None = None
@@ -38,7 +42,11 @@ class RateLimit:
     @property
     def total_bytes(self) -> int:
         """Bytes that have moved so far, with the headers of packets."""
-        return round(_WITH_HEADERS * (self._data_bytes + self._control_bytes))
+        return round(_WITH_HEADERS * self._moved_bytes)
+
+    @property
+    def _moved_bytes(self) -> int:
+        return self._data_bytes + self._control_bytes + self._fetched_bytes
 
     def count_control(self, size_bytes: int) -> None:
         """Count a control message; on the event loop."""
@@ -47,6 +55,11 @@ class RateLimit:
     def count_data(self, size_bytes: int) -> None:
         """Count bytes of a data socket; on the I/O thread, like the following methods."""
         self._data_bytes += size_bytes
+
+    def count_fetched(self, size_bytes: int) -> None:
+        """Count bytes that came from a server and not over a link, such as training data; on any thread."""
+        with self._fetched_lock:
+            self._fetched_bytes += size_bytes
 
     def allowed_bytes(self, now_s: float) -> int | None:
         """Return how many bytes may move now; None where there is no limit."""
@@ -68,7 +81,7 @@ class RateLimit:
         return max(_BURST_S * self.bps / 8, _LEAST_BURST_BYTES)
 
     def _refill(self, now_s: float) -> None:
-        moved_bytes = self._data_bytes + self._control_bytes
+        moved_bytes = self._moved_bytes
         if self._since_s is None:  # the limit is new: what moved before does not count
             self._left_bytes, self._since_s, self._paid_bytes = self._burst_bytes, now_s, moved_bytes
             return

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from shoal.peer.cli.consent import ACCEPTED_FILE, AGREED_ENDS_FILE, Consent, RunTerms, agreed_ends
+from shoal.peer.data_places import DataPlaces
 from shoal.peer.recipes import load_recipe
 from shoal.swarm.errors import CorpusError, NotAccepted, RunAmended, UserError
 from shoal.swarm.protocol.run_file import RunFile
@@ -42,7 +43,8 @@ class Terminal:
         monkeypatch.setattr(sys.stdin, "isatty", lambda: stdin)
 
     def agree(self, run: RunFile, folder: Path, data: Sequence[Path] = (), accept: str = "") -> None:
-        Consent(self.console, accept)(RunTerms.of(run, load_recipe(run, data), data), folder)
+        places = DataPlaces.of(data)
+        Consent(self.console, accept)(RunTerms.of(run, load_recipe(run, places), places), folder)
 
     @property
     def text(self) -> str:

@@ -5,6 +5,7 @@ import pytest
 
 from shoal.peer.cli import join as daemon
 from shoal.peer.cli.consent import RunTerms
+from shoal.peer.data_places import DataPlaces
 from shoal.peer.options import SessionOptions
 from shoal.peer.training.data_files import DataFile
 from shoal.swarm.errors import NotAccepted, RecipeError
@@ -27,7 +28,7 @@ def run_file(recipe: str = "gpt") -> RunFile:
 def test_no_file_is_opened_before_the_owner_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("sea " * 1000)
-    options = SessionOptions(tmp_path / "identity", tmp_path / "state", data=(tmp_path / "data",))
+    options = SessionOptions(tmp_path / "identity", tmp_path / "state", data=DataPlaces((tmp_path / "data",)))
     opened: list[str] = []
     really = DataFile.open
 

@@ -1,7 +1,6 @@
 """What `shoal prepare` pins is what members bring, and a host publishes it once."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from shoal.compression.range_reader import whole_vector
 from shoal.peer.cli import host as hosting
 from shoal.peer.cli.host import pinned_run_file, say_pins
 from shoal.peer.cli.prepare import pins_of, prepare, with_pins
+from shoal.peer.data_places import DataPlaces
 from shoal.peer.recipes import load_recipe
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.parameters import ParameterVector
@@ -50,10 +50,10 @@ def test_pins_are_what_a_member_brings(
 ) -> None:
     monkeypatch.setattr("shoal.peer.cli.prepare._PIECE_ELEMENTS", piece)
     run = parse_run_file(f'{text}[outer]\noptimizer = "{outer}"\n')
-    recipe = load_recipe(run, [tmp_path])
+    recipe = load_recipe(run, DataPlaces((tmp_path,)))
     vector = ParameterVector(recipe.build_model(3))
     told: list[object] = []
-    pins = pins_of(run, told.append, [tmp_path])
+    pins = pins_of(run, told.append, DataPlaces((tmp_path,)))
     state = AnchorState.make(whole_vector(vector), torch.zeros(run.outer.slots, vector.elements), 0)
     assert pins.state == state.digest.hex()
     assert (pins.layout, pins.elements) == (layout_digest(vector.layout), vector.elements)
@@ -63,7 +63,7 @@ def test_pins_are_what_a_member_brings(
 
 
 def test_a_pipelines_layers_are_pinned(text: str, tmp_path: Path) -> None:
-    pins = pins_of(parse_run_file(piped(text)), lambda words: None, [tmp_path])
+    pins = pins_of(parse_run_file(piped(text)), lambda words: None, DataPlaces((tmp_path,)))
     assert pins.layers is not None
     assert pins.state is None
     assert [layer.tensors for layer in pins.layers] == [1, 6, 6, 2]
@@ -76,7 +76,7 @@ def test_a_pipelines_layers_are_pinned(text: str, tmp_path: Path) -> None:
 def test_prepare_writes_a_run_file(text: str, tmp_path: Path) -> None:
     path, out = tmp_path / "run.toml", tmp_path / "prepared.toml"
     path.write_text(text)
-    run = prepare(path, out, lambda words: None, [tmp_path])
+    run = prepare(path, out, lambda words: None, DataPlaces((tmp_path,)))
     written, found = load_run_file(out)
     assert found == run
     assert written.startswith(text.rstrip("\n"))
@@ -92,12 +92,12 @@ def test_what_cannot_be_prepared_is_refused(text: str, tmp_path: Path, monkeypat
         (text.replace("corpus.txt", "none.txt"), CorpusError),
     ):
         with pytest.raises(error):
-            pins_of(parse_run_file(changed), lambda words: None, [tmp_path])
+            pins_of(parse_run_file(changed), lambda words: None, DataPlaces((tmp_path,)))
     monkeypatch.setattr("shoal.peer.recipes.model_memory.usable_bytes", lambda device, limit: 1000)
     with pytest.raises(CorpusError, match="--data"):
         pins_of(parse_run_file(text), lambda words: None)
     with pytest.raises(DeviceError):
-        pins_of(parse_run_file(text), lambda words: None, [tmp_path])
+        pins_of(parse_run_file(text), lambda words: None, DataPlaces((tmp_path,)))
 
 
 class TestHost:
@@ -107,16 +107,16 @@ class TestHost:
     def prepared(self, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         calls: list[Path] = []
 
-        async def here(given: Path, out: Path, folders: Sequence[Path]) -> None:
+        async def here(given: Path, out: Path, places: DataPlaces) -> None:
             calls.append(given)
-            prepare(given, out, lambda words: None, folders)
+            prepare(given, out, lambda words: None, places)
 
         monkeypatch.setattr(hosting, "_prepare_apart", here)
         return calls
 
     def publish(self, text: str, folder: Path, *, pin: bool = True) -> tuple[str, RunFile]:
-        data = [folder.parent]
-        return asyncio.run(pinned_run_file(text, parse_run_file(text), folder, pin=pin, folders=data))
+        data = DataPlaces((folder.parent,))
+        return asyncio.run(pinned_run_file(text, parse_run_file(text), folder, pin=pin, places=data))
 
     def test_it_prepares_once(self, text: str, tmp_path: Path, prepared: list[Path]) -> None:
         folder = tmp_path / "state"

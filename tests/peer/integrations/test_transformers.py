@@ -73,7 +73,7 @@ def test_a_trainer_trains_on_leased_samples_until_the_run_ends(tmp_path: Path, m
     with join(trainer, "invite") as session:
         assert session is loop.session
         result = trainer.train()
-    order = run_order(loop.run, 48, 1)
+    order = run_order(loop.run, range(48), 1)
     assert isinstance(trainer.model, Line)
     assert trainer.model.seen == order.indices(0, 64).tolist()
     assert result.global_step == 8

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 
 def test_a_rank_that_fails_is_told_of_and_leaves_no_folder() -> None:
     """Its run file cannot be read. Rank 0 finds its connections broken in the model's collectives."""
-    task, died, found = RankTask("nonsense", [], ["cpu", "cpu"], 1, 1), threading.Event(), []
+    task, died, found = RankTask("nonsense", {}, ["cpu", "cpu"], 1, 1), threading.Event(), []
 
     def on_death(words: str) -> None:
         found.append((words, os.path.exists(ranks.folder)))
@@ -59,6 +59,6 @@ def test_folders_of_islands_that_have_ended_are_removed(tmp_path: Path, monkeypa
 
 
 def test_an_error_of_the_model_stays_what_it_is() -> None:
-    task = RankTask("", [], ["cpu"], 1, 1)
+    task = RankTask("", {}, ["cpu"], 1, 1)
     with pytest.raises(RuntimeError, match="shapes"), started_ranks(task, print):
         raise RuntimeError("shapes differ")

@@ -14,6 +14,7 @@ from tests.swarm.averaging.test_allreduce import make_plan
 from torch import Tensor
 
 from shoal.peer.recipes.gpt import GptRecipe
+from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.device import autocast
 from shoal.peer.training.inner_loop import InnerLoop
 from shoal.peer.training.inner_optimizer import make_inner
@@ -109,7 +110,7 @@ class Training:
         self.anchor = self.anchor - LR * (mean + MOMENTUM * self.momentum)
 
     def gain(self, member: int, contribution: Tensor, seed: int) -> Gain:
-        samples = random_samples(seed, len(self.data), self.leased[member])
+        samples = random_samples(seed, SampleOrder(len(self.data), 1), self.leased[member])
         return self.meter.gain(self.anchor, contribution * (LR * self.share(member)), samples)
 
     def score(self, member: int, contribution: Tensor, seed: int) -> WorkScore:
@@ -298,10 +299,10 @@ def test_members_that_a_validator_hardly_knows_are_scored_before_the_draw() -> N
 
 def test_random_samples_follow_from_the_seed_and_are_not_leased() -> None:
     leased = np.arange(50)
-    one = random_samples(3, 100, leased)
-    assert (one == random_samples(3, 100, leased)).all()
+    one = random_samples(3, SampleOrder(100, 1), leased)
+    assert (one == random_samples(3, SampleOrder(100, 1), leased)).all()
     assert one.min() >= 50
-    assert len(random_samples(3, 10, np.arange(10))) == 128
+    assert len(random_samples(3, SampleOrder(10, 1), np.arange(10))) == 128
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
