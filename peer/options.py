@@ -40,11 +40,12 @@ Schedulers take 0 for the end of the work, and start others again, elsewhere."""
 class StartFrom:
     """Checkpoint that a new run starts from.
 
-    ``folder``: folder of the checkpoint, or one above it; ``identity``: file of the keys that open a sealed checkpoint;
-    ``only_parameters``: begin schedule, sample order and outer optimizer anew.
+    ``folder``: folder of the checkpoint, or one above it, or folder or URL of a model that transformers has saved;
+    ``identity``: file of the keys that open a sealed checkpoint; ``only_parameters``: begin schedule, sample order and
+    outer optimizer anew.
     """
 
-    folder: Path
+    folder: Path | str
     identity: Path | None = None
     only_parameters: bool = False
 
@@ -63,8 +64,8 @@ class SessionOptions:
     checkpoints are copied to;
     ``accept_amendments``: go on where the host makes the run longer than it was; ``agreed_ends``: later ends of the
     run to which the owner has agreed, as ``RunAmended`` names them;
-    ``start_from``: folder of the checkpoint that the run starts from, if this machine has it; ``data``: folders below
-    which the run may read the files that it names, without any none, and mirrors and cache of shards;
+    ``start_from``: folder or URL of the checkpoint that the run starts from, if this machine has it; ``data``: folders
+    below which the run may read the files that it names, without any none, and mirrors and cache of shards;
     ``limits``: on what this process sends and receives, which may be changed at any time; ``on_event``: called with
     every event, from any thread.
     """
@@ -79,7 +80,7 @@ class SessionOptions:
     role: Role = "trainer"
     checkpoints: Retention | None = field(default_factory=Retention)
     copy_to: CopyDestination | None = None
-    start_from: Path | None = None
+    start_from: Path | str | None = None
     accept_amendments: bool = False
     agreed_ends: Changes = ()
     data: DataPlaces = NOWHERE

@@ -42,6 +42,11 @@ class CheckpointTensors:
             self._checked.setdefault(file, {})[key] = entry
         self._lock = threading.Lock()
 
+    @property
+    def place(self) -> str:
+        """Name of the checkpoint in messages."""
+        return self.source.place(MANIFEST)
+
     def rows(self, name: str, count: int) -> Tensor:
         """The anchor's tensor of that name and the outer optimizer's after it: ``(count, elements) float32``.
 

@@ -264,7 +264,12 @@ def _reader(identity: Path) -> Identity | None:
     return Identity.load_or_create(identity) if identity.exists() else None
 
 
-def start_of(folder: Path | None, identity: Path | None, *, only_parameters: bool) -> StartFrom | None:
+def start_place(text: str) -> Path | str:
+    """Read an option that names a folder or a URL."""
+    return text if "://" in text else Path(text)
+
+
+def start_of(folder: Path | str | None, identity: Path | None, *, only_parameters: bool) -> StartFrom | None:
     """Read the host's options for the checkpoint to start from. Raises ``UserError``."""
     if folder is None:
         if only_parameters:

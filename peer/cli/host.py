@@ -62,7 +62,7 @@ from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.relay_url import RelayUrl
 from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.run_file import RunFile, load_run_file, unused_inner_settings
+from shoal.swarm.protocol.run_file import RecipeSection, RunFile, load_run_file, unused_inner_settings
 from shoal.swarm.protocol.types import MAX_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
 from shoal.swarm.system import allow_files, call_on_signals
@@ -481,8 +481,11 @@ async def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tup
     hosted = _hosted_run_file(kept)
     if hosted is not None:
         before = hosted[1]
-        if before.start is not None and before.model_copy(update={"start": None, "pins": run.pins}) == run:
-            return hosted
+        recipe = _as_it_was(before.recipe, run.recipe)
+        if before.start is not None:
+            same = before.model_copy(update={"start": None, "pins": run.pins, "recipe": recipe})
+            if same == run:
+                return hosted
     with tempfile.TemporaryDirectory(prefix="shoal-start-") as folder:
         out = Path(folder) / RUN_FILE
         arguments = ["start-section", str(path), "--out", str(out), "--from", str(start_from.folder)]
@@ -490,6 +493,14 @@ async def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tup
         arguments += ["--parameters-only"] if start_from.only_parameters else []
         await _run_command(arguments)
         return load_run_file(out)
+
+
+def _as_it_was(written: RecipeSection, given: RecipeSection) -> RecipeSection:
+    """Return a recipe's section without the configuration that came from the model that the run starts from."""
+    if given.name != "hf" or "config" in given.settings:
+        return written
+    settings = {name: value for name, value in written.settings.items() if name != "config"}
+    return written.model_copy(update={"settings": settings})
 
 
 async def pinned_run_file(

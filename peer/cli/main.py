@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shoal.peer.cli.access import app as access_commands
 from shoal.peer.cli.command import INVITE_VARIABLE, UNSUPERVISED
-from shoal.peer.cli.files import IdentityOption, console, start_of
+from shoal.peer.cli.files import IdentityOption, console, start_of, start_place
 from shoal.peer.cli.files import app as file_commands
 from shoal.peer.cli.guest import (
     HoursOption,
@@ -160,8 +160,12 @@ def host_command(
     backup: Annotated[Path | None, typer.Option(help="Keep an up-to-date copy of it in this folder.")] = None,
     identity: Annotated[Path | None, typer.Option(help="The host's keys; by default each run has its own.")] = None,
     start_from: Annotated[
-        Path | None,
-        typer.Option("--from", help="Start the run from this checkpoint, or the newest in this folder."),
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FOLDER|URL",
+            help="Start the run from this checkpoint, the newest in this folder, or a model of transformers there.",
+        ),
     ] = None,
     parameters_only: Annotated[
         bool, typer.Option(help="Take only the parameters of --from; schedule, samples and outer optimizer start at 0.")
@@ -207,7 +211,7 @@ def host_command(
     warn_descriptors(allow_descriptors())
     if len(runs) > 1 and (start_from is not None or identity is not None or via):
         raise UserError("--from, --identity and --via are for one run: give each run a host of its own for that")
-    start = start_of(start_from, identity, only_parameters=parameters_only)
+    start = start_of(start_place(start_from) if start_from else None, identity, only_parameters=parameters_only)
     addresses = split_host_port(bind, DEFAULT_PORT), parse_advertised(advertise)
     places = DataPlaces.of(data or ())
     options = HostOptions(
@@ -331,7 +335,7 @@ def prepare_command(
 def start_section_command(
     run: Path,
     out: Annotated[Path, typer.Option()],
-    start_from: Annotated[Path, typer.Option("--from")],
+    start_from: Annotated[str, typer.Option("--from")],
     identity: Annotated[Path | None, typer.Option()] = None,
     parameters_only: Annotated[bool, typer.Option()] = False,
 ) -> None:
@@ -340,7 +344,7 @@ def start_section_command(
     from shoal.peer.terminal.reporter import setup_logging
 
     setup_logging(console, verbose=False)
-    write_started(run, out, StartFrom(start_from, identity, parameters_only))
+    write_started(run, out, StartFrom(start_place(start_from), identity, parameters_only))
 
 
 @app.command("join")
@@ -382,8 +386,12 @@ def join_command(
     keep_every: Annotated[int, typer.Option(min=0, help="Keep one of every so many rounds for ever; 0: none.")] = 0,
     copy_to: Annotated[str, typer.Option(metavar="URL", help="Also copy checkpoints to this URL, with fsspec.")] = "",
     start_from: Annotated[
-        Path | None,
-        typer.Option("--from", help="Where the checkpoint is that the run starts from, or a folder above it."),
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FOLDER|URL",
+            help="Where the checkpoint or model is that the run starts from, or a folder above it.",
+        ),
     ] = None,
     copy_every: Annotated[
         int,
@@ -507,7 +515,7 @@ def join_command(
             role=_ROLES[role],
             checkpoints=retention,
             copy_to=parse_copy_to(copy_to, copy_every, retention),
-            start_from=start_from,
+            start_from=start_place(start_from) if start_from else None,
             accept_amendments=accept_amendments,
             agreed_ends=agreed_ends(keeper.folder, invite.run_hash),
             data=DataPlaces.of(data or (), _memory("--data-cache", data_cache), keeper.limits),

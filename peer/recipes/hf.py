@@ -165,6 +165,34 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
     return found
 
 
+def run_config(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run's ``config`` takes of a model's ``config.json``: the fields of its own class that are set.
+
+    Raises ``RecipeError`` as ``transformers_config``."""
+    _import_transformers()
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    kind = saved.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        transformers_config(saved)  # raises
+    general = {one.name for one in dataclasses.fields(PreTrainedConfig)}
+    own = _fields_of(CONFIG_MAPPING[kind]) - general | {"model_type", "tie_word_embeddings"}
+    taken = {
+        name: _plain(value)
+        for name, value in saved.items()
+        if name in own and value is not None and not name.endswith(_REFUSED_ENDS) and name not in _REFUSED
+    }
+    transformers_config(taken)
+    return taken
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without the nothings in its tables, which a run file cannot have."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items() if inner is not None}
+    return value
+
+
 def _fields_of(config_class: Any) -> set[str]:
     names = {one.name for one in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     return names | ({"rope_theta", "rope_scaling"} if "rope_parameters" in names else set())

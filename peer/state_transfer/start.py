@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
+from shoal.peer.checkpoints.pretrained import PretrainedModel
 from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
 from shoal.peer.checkpoints.store import checkpoints_in
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
@@ -49,18 +51,40 @@ _POLL_S = 2.0
 Layout = Sequence[TensorSpec]
 
 
+class StartTensors(Protocol):
+    """Tensors of a checkpoint that a run starts from."""
+
+    @property
+    def place(self) -> str:
+        """Name of the checkpoint in messages."""
+
+    def rows(self, name: str, count: int) -> Tensor:
+        """The values of a tensor in the first ``count`` vectors, ``(count, elements) float32``.
+
+        Raises ``StateFileError``."""
+
+
 class StartFiles:
     """Files of the checkpoint that ``start`` names. For any thread; methods block."""
 
-    def __init__(self, tensors: CheckpointTensors, start: StartSection) -> None:
+    def __init__(self, tensors: StartTensors, start: StartSection) -> None:
         self._tensors = tensors
         self._start = start
 
     @classmethod
-    def find(cls, folder: Path, start: StartSection, identity: Identity | None) -> StartFiles:
-        """Find the checkpoint in this folder or below it.
+    def find(cls, folder: Path | str, start: StartSection, identity: Identity | None) -> StartFiles:
+        """Find the checkpoint in this folder or below it, or the model that transformers has saved there or at a URL.
 
         Raises ``StateFileError`` where it is missing, or has other tensors than the run file says."""
+        pretrained = PretrainedModel.open(folder)
+        if pretrained is not None:
+            found = {name: entry.shape for name, (_, entry) in pretrained.tensors.items()}
+            for name, known in start.tensors.items():
+                if found.get(name) != known.shape:
+                    expected = f"{list(known.shape)}, as the run file says"
+                    raise refusal(pretrained.place, f"tensor {name!r}", expected, str(found.get(name, "none")))
+            return cls(pretrained, start)
+        folder = Path(folder)
         others: list[str] = []
         for source, manifest in whole_checkpoints(folder, identity, others):
             if (manifest.round, manifest.state_digest) != (start.round, start.state):
@@ -70,10 +94,10 @@ class StartFiles:
             if difference:
                 raise refusal(source.place(MANIFEST), "layout", f"that of the run's [start] ({difference})", "another")
             return cls(CheckpointTensors(source, manifest), start)
-        found = f"; {others[0]}" if others else ""
+        seen = f"; {others[0]}" if others else ""
         raise StateFileError(
             f"{folder}: the checkpoint that this run starts from, {start.source} with the state {start.state[:8]}, is "
-            f"not here{found}"
+            f"not here{seen}"
         )
 
     def rows(self, name: str, count: int) -> Tensor:
@@ -83,8 +107,12 @@ class StartFiles:
         rows, expected = self._tensors.rows(name, count), self._start.tensors[name]
         found = hash_of(expected.shape, rows)
         if found != expected.sha256:
-            place = self._tensors.source.place(MANIFEST)
-            raise refusal(place, f"SHA-256 of the tensor {name!r}", f"{expected.sha256}, as the run file says", found)
+            raise refusal(
+                self._tensors.place,
+                f"SHA-256 of the tensor {name!r}",
+                f"{expected.sha256}, as the run file says",
+                found,
+            )
         return rows
 
 

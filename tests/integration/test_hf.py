@@ -97,3 +97,27 @@ def test_an_island_trains_a_llama_with_a_single_member(swarm: Swarm) -> None:
     first = together([single, island], 2)
     together([single, island], 2, after=first)
     finish(host, [single, island])
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_a_saved_model(swarm: Swarm) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes))
+    model.save_pretrained(swarm.folder / "saved")
+    files = ("--from", (swarm.folder / "saved").as_uri())
+    toml = hf_toml(rounds=2, tokens=2_000, max_s=120)
+    toml = toml[: toml.index("[recipe.settings.config]")] + toml[toml.index("[data]") :]
+    host = swarm.host(toml, extra=files)
+    host.says("round 0 of saved")
+    without = swarm.member(host.invite, "without")
+    brings = swarm.member(host.invite, "brings", extra=files)
+    for member in (without, brings):
+        assert member.exit_code(2 * ROUNDS_S) == 0, member.tail()
+    host.stop()
+    assert max(check_parity(host, [without, brings])) == 2
+    run = parse_run_file((host.state / "run.toml").read_text())
+    assert run.start is not None
+    assert run.recipe.settings["config"]["hidden_size"] == 32
+    assert len(run.start.tensors) == len(list(model.parameters()))

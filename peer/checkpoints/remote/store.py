@@ -63,6 +63,11 @@ class RemoteStore:
         with self._failing(path, "cannot be read", FileNotFoundError):
             return bytes(self._files.cat_file(self._at(path), start=start, end=stop))
 
+    def size(self, path: str) -> int:
+        """Bytes of a file. Raises ``FileNotFoundError``, too."""
+        with self._failing(path, "cannot be read", FileNotFoundError):
+            return int(self._files.size(self._at(path)) or 0)
+
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with everything in it."""
         with self._failing(path, "cannot be removed"):
