@@ -140,8 +140,8 @@ def trained(
         batch = data.batch(order.indices(number * BATCH, (number + 1) * BATCH))
         losses.append(line.drive(Key(number, 0, BATCH), batch, range(len(states))))
         verdict = verdict_chain(number + 1)[-1].model_copy(update={"tokens": 640, "tokens_total": 640 * (number + 1)})
-        means = zip(states, line.means(), strict=True)
-        states = [next_state(one, TensorMean(mean, 4096), verdict, run) for one, mean in means]
+        means = zip(states, line.means(), stage_layouts(LAYERED, boundaries), strict=True)
+        states = [next_state(one, TensorMean(mean, 4096), verdict, run, layout) for one, mean, layout in means]
     return put_together(states, rounds), losses
 
 
