@@ -1,6 +1,7 @@
 """Launchers in ``deploy/``: each file by its own validator, if that is installed, and what all have in common."""
 
 import ast
+import fnmatch
 import io
 import os
 import re
@@ -85,6 +86,12 @@ def test_each_launcher_has_the_codes_of_the_table() -> None:
     for unit in UNITS:
         assert {int(one) for one in setting(unit, "RestartPreventExitStatus").split()} == never, unit.name
     assert setting(DEPLOY / "systemd/shoal-peer@.service", "SuccessExitStatus") == f"26 {TERMINATED}"
+
+    script = (DEPLOY / "slurm" / "peers.sbatch").read_text()
+    (listed,) = re.findall(r'^    ([^)]+)\) exit "\$code" ;;$', script, flags=re.MULTILINE)
+    patterns = listed.split(" | ")
+    matched = {code for code in range(256) if any(fnmatch.fnmatchcase(str(code), one) for one in patterns)}
+    assert matched == never | {STOPPED_AT_ONCE}
 
     tree = ast.parse((DEPLOY / "ray_peers.py").read_text())
     lists = {
@@ -247,8 +254,8 @@ def test_slurms_script_is_a_shell_script() -> None:
     [
         (0, "RUNNING", 0, False),
         (26, "RUNNING", 0, False),
-        (143, "RUNNING", 0, True),
-        (20, "RUNNING", 0, True),
+        (143, "RUNNING", 143, True),
+        (20, "RUNNING", 20, True),
         (143, "COMPLETING", 143, False),
         (50, "RUNNING", 50, False),
         (18, "RUNNING", 18, False),
@@ -271,7 +278,7 @@ def test_slurms_script_queues_its_task_again_where_that_helps(
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "HOME": str(tmp_path),
-        "SLURM_JOB_ID": "41",
+        "SLURM_JOB_ID": "40",
         "SLURM_ARRAY_JOB_ID": "40",
         "SLURM_ARRAY_TASK_ID": "3",
     }
@@ -284,7 +291,7 @@ def test_slurms_script_queues_its_task_again_where_that_helps(
     assert joined.endswith("-3 --devices all\n")
     assert (tmp_path / "asked").exists() == asked
     if asked:
-        assert (tmp_path / "asked").read_text() == "requeue 41\n"
+        assert (tmp_path / "asked").read_text() == "requeue 40_3\n"
 
 
 def test_compose_takes_the_file() -> None:
