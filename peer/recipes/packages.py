@@ -1,7 +1,7 @@
 """Packages that recipes come from: the version that a run names, and a digest of the files that were installed.
 
-An installed package lists its files with their hashes (RECORD, of the specification of wheels). Those that come from
-the wheel as they are have the same hashes wherever it was installed; what an installer writes itself is left out."""
+An installed package lists its files with their hashes (RECORD, of the specification of wheels). Its code and data have
+the same hashes wherever it is installed; what builders and installers write themselves is left out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import Any
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.run_file import RunFile
 
-_OF_THE_WHEEL = frozenset(("METADATA", "WHEEL", "entry_points.txt"))
-"""Files about a package that its wheel has; the others in that folder depend on the installer."""
+_ENTRY_POINTS = "entry_points.txt"
+"""The file about a package that says what its code is for; the others depend on who has built or installed it."""
 
 _PIECE_BYTES = 2**20
 
@@ -130,12 +130,12 @@ def _how_to_install(run: RunFile, wanted: str, *, again: bool = False) -> str:
 
 
 def _is_of_the_wheel(file: PackagePath) -> bool:
-    """Return whether a file is in every installation as it was in the wheel."""
+    """Return whether a file is the same in every installation, also of wheels that were built of the same source."""
     folder = file.parts[0]
     # Scripts name the Python of a machine.
     if folder == ".." or file.suffix == ".pyc" or file.is_absolute():
         return False
-    return not folder.endswith(".dist-info") or (len(file.parts) == 2 and file.name in _OF_THE_WHEEL)
+    return not folder.endswith(".dist-info") or (len(file.parts) == 2 and file.name == _ENTRY_POINTS)
 
 
 def _checked(file: PackagePath, again: str) -> str:

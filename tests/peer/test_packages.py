@@ -50,14 +50,18 @@ def _hash(content: bytes) -> str:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two installations: one by pip, compiled and with a script; one as another installer would leave it."""
+    """Two installations: one by pip, compiled and with a script; one as others would build and install it."""
     folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     options = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--target", str(folders[0]))
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=120)
     with zipfile.ZipFile(wheel) as file:
         file.extractall(folders[1])
     (folders[1] / FOLDER / "INSTALLER").write_text("other\n")
-    with (folders[1] / FOLDER / "RECORD").open("a") as record:
+    built = FILES[f"{FOLDER}/WHEEL"].replace(b"Generator: test", b"Generator: other")
+    (folders[1] / FOLDER / "WHEEL").write_bytes(built)
+    listed = folders[1] / FOLDER / "RECORD"
+    listed.write_text(listed.read_text().replace(_hash(FILES[f"{FOLDER}/WHEEL"]), _hash(built)))
+    with listed.open("a") as record:
         record.write(f"\n{FOLDER}/INSTALLER,sha256={_hash(b'other' + bytes([10]))},6\n")
     return folders
 
