@@ -1,4 +1,4 @@
-"""Array averager: weighted means of named arrays over all members of a run, for training loops of any framework.
+"""Array averager: weighted means of arrays over all members of a run, for training loops of any framework.
 
 ::
 
@@ -6,68 +6,50 @@
         while (means := averager.average({"w": gradient}, weight=samples)) is not None:
             w -= 0.1 * means["w"]
 
-Arrays are NumPy's, torch's, or whatever ``numpy.asarray`` takes (JAX, TensorFlow); means are NumPy arrays, or torch
-tensors on the CPU where torch tensors were given. The run file has ``recipe.name = "own"`` and ``data.source = "own"``;
-a round closes when the members' weights add up to ``round.tokens``, or after ``round.max_s``.
+or, for weights that each member trains by itself between two rounds, and that a late joiner begins with::
+
+    with ArrayAverager.join(invite, weights) as averager:
+        weights = averager.values or weights
+        while (weights := averager.average_values(trained(weights), weight=samples)) is not None: ...
+
+Arrays are NumPy's, torch's, JAX's, TensorFlow's, Keras's, or whatever ``numpy.asarray`` takes, in dicts, lists and
+tuples; what comes back is of the same kind, on the same device. The run file has ``recipe.name = "own"`` and
+``data.source = "own"``; a round closes when the members' weights add up to ``round.tokens``, or after ``round.max_s``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.compression.range_reader import RangeReader, TensorReader
-from shoal.compression.scratch import zeros
-from shoal.peer.member.replica import TrainingSetup
-from shoal.peer.network_thread import Interrupted
+from shoal.compression.range_reader import RangeReader
+from shoal.peer.array_member import ArrayMember, Bring
+from shoal.peer.array_trees import ArrayKind, as_tensor, named_arrays, replaced
 from shoal.peer.options import SessionOptions
-from shoal.peer.session import Readiness, Session
-from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.session import Session
 from shoal.peer.training.tensor_sequence import TensorSequence
+from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.errors import UserError
 
 
-class _Arrays(nn.Module):
-    """Model with the arrays' names and shapes, of zeros that take no memory; the run's anchor is not kept in it."""
+class _FromAnchor:
+    """Reader of how far values are from the anchor: ``anchor - values`` (a ``RangeReader``)."""
 
-    def __init__(self, like: Mapping[str, Any]) -> None:
-        super().__init__()
-        for name, array in like.items():
-            shape = array.shape if isinstance(array, Tensor) else np.shape(array)
-            # A parameter's name may not contain a dot.
-            self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.zeros(()).expand(tuple(shape))))
+    def __init__(self, anchor: Tensor, values: RangeReader) -> None:
+        self._anchor = anchor
+        self._values = values
 
+    @property
+    def elements(self) -> int:
+        return self._values.elements
 
-class _GivenArrays:
-    """Local work that contributes given arrays instead of training (a ``LocalWork``)."""
-
-    def __init__(self, vector: ParameterVector) -> None:
-        self._elements = vector.elements
-        self.arrays: TensorSequence | None = None
-
-    def step(self, samples: int, lr_factor: float) -> None:
-        """Do nothing, because the arrays are given."""
-
-    def contribution(self, anchor: Tensor) -> RangeReader:
-        if self.arrays is None:
-            return TensorReader(zeros(self._elements))
-        return self.arrays.settled()
-
-    def reset_optimizer(self) -> None:
-        """Do nothing, because the caller has its own optimizer."""
-
-    def restart_from(self, anchor: Tensor) -> None:
-        """Keep the given arrays, which are offered again until a mean contains them."""
-
-    def continue_from(self, anchor: Tensor) -> None:
-        """Keep the given arrays, as ``restart_from``."""
+    def read(self, start: int, stop: int, out: Tensor) -> None:
+        self._values.read(start, stop, out)
+        torch.sub(self._anchor[start:stop], out, out=out)
 
 
 class ArrayAverager:
@@ -76,32 +58,33 @@ class ArrayAverager:
     For use by one thread.
     """
 
-    def __init__(self, session: Session, like: Mapping[str, Any]) -> None:
+    def __init__(self, session: Session, like: Any) -> None:
         """``session``: connected and not started; ``like``: arrays of the names and shapes to average.
 
-        Raises ``UserError`` for a run with ``averaging.overlap``.
+        Raises ``UserError`` for a run with ``averaging.overlap`` or ``[collective]``.
         """
         if session.run_file.averaging.overlap:
             raise UserError(
                 "the run has averaging.overlap = true, which average() cannot use, as it waits for each mean: host the "
                 "run without it"
             )
-        self._session = session
-        self._names = list(like)
-        self._work: _GivenArrays
-        self._mean: Tensor | None = None
-        model = _Arrays(like)
-        self._shapes = [tuple(one.shape) for one in model.parameters()]
-        session.start(TrainingSetup(model, make_work=self._make_work, on_mean=self._on_mean))
+        if session.run_file.collective is not None:
+            raise UserError(
+                "the run has a [collective] section, so it does not average: join it by shoal.peer.collectives"
+            )
+        self._kinds = {name: ArrayKind.of(array) for name, array in named_arrays(like)}
+        self._tree = replaced(like, iter(range(len(self._kinds))))
+        self._has_start = session.run_file.start is not None
+        self._member = ArrayMember(session, {name: kind.shape for name, kind in self._kinds.items()})
 
     @classmethod
-    def join(cls, invite: str, like: Mapping[str, Any], options: SessionOptions | None = None) -> ArrayAverager:
+    def join(cls, invite: str, like: Any, options: SessionOptions | None = None) -> ArrayAverager:
         """Join the run with arrays of these names and shapes.
 
-        ``like``: arrays by name; their values are not used. Raises ``UserError`` for no arrays, ``ModelMismatch`` if
+        ``like``: a tree of arrays; their values are not used. Raises ``UserError`` for no arrays, ``ModelMismatch`` if
         the run's other members average arrays of other names or shapes, and the errors of ``Session.join``.
         """
-        if not like:
+        if not list(named_arrays(like)):
             raise UserError("there are no arrays to average: give at least one")
         session = Session.connect(invite, options)
         try:
@@ -110,40 +93,49 @@ class ArrayAverager:
             session.close()
             raise
 
-    def average(self, arrays: Mapping[str, Any], weight: int = 1) -> dict[str, Any] | None:
+    @property
+    def values(self) -> Any:
+        """The run's current values, like the arrays of ``join``: what ``average_values`` returned last to its members.
+
+        None before the first round, unless the run has a ``[start]``. In a run whose members ``average`` gradients, it
+        is what the run's ``[outer]`` optimizer makes of their means from zeros on.
+        """
+        version, anchor = self._member.anchor
+        if version == 0 and not self._has_start:
+            return None
+        return self._named(anchor, list(self._kinds.values()), self._tree)
+
+    def average(self, arrays: Any, weight: int = 1) -> Any:
         """Return the weighted mean, over all members, of the round that these arrays got into; None at the run's end.
 
-        ``arrays``: names, order and shapes of ``join``, any numeric type; they are averaged as float32. ``weight``: 1
-        or more, such as the number of samples behind them. The means are float32, by name. Blocks until a committed
-        round contains the arrays, over aborted rounds, restarts of the coordinator and deaths of members.
+        ``arrays``: names and shapes of ``join``, any numeric type; they are averaged as float32, and of types
+        that are not floating the means are float32. ``weight``: 1 or more, such as the number of samples behind them.
+        Blocks until a committed round contains the arrays, over aborted rounds, restarts of the coordinator and deaths
+        of members.
 
         Raises ``UserError`` for other names, shapes or values that are not finite, and the error that ended the
         connection.
         """
-        if weight < 1:
-            raise UserError(f"weight: expected 1 or more, not {weight}")
-        self._work.arrays, self._mean = self._checked(arrays), None
-        session, samples = self._session, self._session.samples
-        while self._mean is None:
-            readiness = session.settle()
-            missing = weight - samples.in_round
-            if readiness is Readiness.OVER:
-                return None
-            if readiness is Readiness.NOT_YET:
-                continue
-            if missing <= 0:
-                with suppress(Interrupted):
-                    session.wait_for_change()
-            elif samples.next_batch(missing) is None:
-                session.fetch_lease(missing)
-            else:
-                samples.finish_batch(torch.tensor(math.nan))
-                session.report_progress()
-        return self._named(self._mean, arrays)
+        given, kinds = self._checked(arrays)
+        outcome = self._bring(lambda anchor: given.settled(), weight)
+        return None if outcome is None else self._named(outcome.mean.whole(), kinds, arrays)
+
+    def average_values(self, arrays: Any, weight: int = 1) -> Any:
+        """Move the run's current values to the weighted mean of the members' values and return them.
+
+        As ``average``, but what a member brings is how far it has come from the run's current values, which the run
+        keeps: a late joiner finds them in ``values``. With ``outer.optimizer = "sgd"`` and ``outer.lr = 1.0`` the
+        result is the mean itself; other outer optimizers step there (DiLoCo). Arguments, errors and result as
+        ``average``.
+        """
+        given, kinds = self._checked(arrays)
+        reader = given.settled()
+        outcome = self._bring(lambda anchor: _FromAnchor(anchor, reader), weight)
+        return None if outcome is None else self._named(self._member.anchor[1], kinds, arrays)
 
     def close(self) -> None:
         """Leave the run."""
-        self._session.close()
+        self._member.close()
 
     def __enter__(self) -> Self:
         return self
@@ -153,38 +145,30 @@ class ArrayAverager:
     ) -> None:
         self.close()
 
-    def _make_work(self, vector: ParameterVector) -> _GivenArrays:
-        self._work = _GivenArrays(vector)
-        return self._work
+    def _bring(self, bring: Bring, weight: int) -> Committed | None:
+        if weight < 1:
+            raise UserError(f"weight: expected 1 or more, not {weight}")
+        return self._member.bring(bring, weight)
 
-    def _on_mean(self, mean: Tensor, included: bool) -> None:
-        if included:
-            self._mean = mean
-
-    def _checked(self, arrays: Mapping[str, Any]) -> TensorSequence:
-        if list(arrays) != self._names:
-            raise UserError(f"arrays: expected {', '.join(self._names)} in this order, not {', '.join(arrays)}")
+    def _checked(self, arrays: Any) -> tuple[TensorSequence, list[ArrayKind]]:
+        given = dict(named_arrays(arrays))
+        if list(given) != list(self._kinds):
+            raise UserError(f"arrays: expected {', '.join(self._kinds)}, not {', '.join(given)}")
         tensors = []
-        for (name, array), shape in zip(arrays.items(), self._shapes, strict=True):
-            tensor = array.detach() if isinstance(array, Tensor) else _tensor_of(np.asarray(array))
+        for name, array in given.items():
+            tensor, shape = as_tensor(array), self._kinds[name].shape
             if tuple(tensor.shape) != shape:
                 raise UserError(f"{name}: expected the shape {shape}, not {tuple(tensor.shape)}")
             if not bool(torch.isfinite(tensor).all()):
                 raise UserError(f"{name}: holds NaN or infinity, which cannot be averaged")
             tensors.append(tensor)
-        return TensorSequence(tensors)
+        return TensorSequence(tensors), [ArrayKind.of(array) for array in given.values()]
 
-    def _named(self, mean: Tensor, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        named, at = {}, 0
-        for (name, array), shape in zip(arrays.items(), self._shapes, strict=True):
-            values = mean[at : at + math.prod(shape)].reshape(shape).clone()
-            named[name] = values if isinstance(array, Tensor) else values.numpy()
-            at += math.prod(shape)
-        return named
-
-
-def _tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return a tensor that shares the array's memory, or a copy where torch cannot: read-only or reversed arrays."""
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()
-    return torch.from_numpy(array)
+    def _named(self, vector: Tensor, kinds: list[ArrayKind], tree: Any) -> Any:
+        made, at = [], 0
+        for kind in kinds:
+            size = math.prod(kind.shape)
+            values = vector[at : at + size].reshape(kind.shape).clone()
+            made.append(kind.make(values, keep_dtype=kind.is_floating))
+            at += size
+        return replaced(tree, iter(made))

@@ -217,6 +217,13 @@ class Session:
         return self._replica.samples
 
     @property
+    def anchor(self) -> tuple[int, Tensor]:
+        """Version and values, (n,) float32, of the anchor that this peer holds; a round overwrites it."""
+        state = self._replica.state
+        assert state is not None
+        return state.version, state.anchor
+
+    @property
     def _replica(self) -> TrainingReplica:
         assert self._replica_or_none is not None, "start() comes first"
         return self._replica_or_none
@@ -620,6 +627,11 @@ class Session:
         progress.tokens_per_s = self._timer.tokens_per_s
         progress.step_s = self._timer.step_s
         progress.loss = self._replica.samples.recent_loss()
+
+    def report_now(self) -> None:
+        """Report the progress by a heartbeat at once."""
+        self.report_progress()
+        self._network.post(self._member.request_heartbeat)
 
     def _is_due(self, step_s: float) -> bool:
         """Return whether the round has to be closed here, because a step of ``step_s`` does not fit any more."""

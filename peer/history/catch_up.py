@@ -105,10 +105,7 @@ class RoundApplier:
     def results_bytes(self, verdict: Verdict) -> int:
         """Upper bound on the bytes to fetch for a round's results."""
         store = ResultStore.of(verdict, self.codec_map)
-        bounds = [store.bounds(chunk) for chunk in range(store.chunks)]
-        return sum(
-            store.group.result_bytes(store.codec(chunk), stop - start) for chunk, (start, stop) in enumerate(bounds)
-        )
+        return sum(store.result_bytes(chunk) for chunk in range(store.chunks))
 
     def recorded(self, records: RoundRecords, verdict: Verdict) -> ResultStore:
         """Read the results of a round from its record.

@@ -120,10 +120,9 @@ class TrainingSetup:
 
     ``inner_optimizer``: required by the algorithm ``diloco``; ``data``: may be given to ``TrainingReplica.describe``
     later; ``recipe_config``: None for a training loop of one's own, whose settings are ``own_loop``; ``make_work``:
-    makes other local work than the algorithm's; ``on_mean``: called with every committed mean, (n,) float32, and
-    whether this peer's contribution is in it; ``on_committed``: called with the verdict of every committed round once
-    the local work goes on from its anchor; ``stage``: the pipeline's stage that the model is; ``build``: builds the
-    model as it is at the run's start; ``divergence``: shared by all stages of a peer; ``masters``: of the model's
+    makes other local work than the algorithm's; ``on_committed``: called with the outcome of every committed round
+    once the local work goes on from its anchor; ``stage``: the pipeline's stage that the model is; ``build``: builds
+    the model as it is at the run's start; ``divergence``: shared by all stages of a peer; ``masters``: of the model's
     low-precision parameters, which ``inner_optimizer`` is over; ``island``: the ranks over which the model is spread.
     """
 
@@ -133,8 +132,7 @@ class TrainingSetup:
     recipe_config: dict[str, Any] | None = None
     own_loop: OwnLoop = field(default_factory=OwnLoop)
     make_work: Callable[[ParameterVector], LocalWork] | None = None
-    on_mean: Callable[[Tensor, bool], None] | None = None
-    on_committed: Callable[[Verdict], None] | None = None
+    on_committed: Callable[[Committed], None] | None = None
     stage: StageAbout | None = None
     build: Callable[[], nn.Module] | None = None
     divergence: Divergence = field(default_factory=Divergence)
@@ -193,7 +191,7 @@ class TrainingReplica:
         self.own_work = make_work(self.vector) if make_work else local_work(run, self.vector, inner, own_loop)
         """This process's part of the local work, which ``work`` has all ranks of an island do."""
         self.work = self.own_work if self._island is None else self._island.work(self.own_work)
-        self._on_mean, self._on_committed = setup.on_mean, setup.on_committed
+        self._on_committed = setup.on_committed
         self._build = setup.build
         self._divergence, self._stage = setup.divergence, setup.stage
         self.round = 0
@@ -469,10 +467,8 @@ class TrainingReplica:
         else:
             self.samples.take_back()
         self._note_anchor()
-        if self._on_mean is not None:
-            self._on_mean(outcome.mean.whole(), outcome.included)
         if self._on_committed is not None:
-            self._on_committed(verdict)
+            self._on_committed(outcome)
         self._enter_round(verdict.round + 1)
         self._network.post(self._member.request_heartbeat)
         self._note_verdict(verdict)

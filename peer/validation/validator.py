@@ -27,6 +27,7 @@ from shoal.peer.training.parameters import ParameterVector
 from shoal.peer.validation.scorer import Scorer, bare_score
 from shoal.peer.validation.scoring import draw
 from shoal.swarm.averaging.committed_contribution import PartialContribution
+from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.amendments import amended
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
@@ -122,9 +123,9 @@ class Validator:
             with suppress(Interrupted):
                 self._score_next(self._tasks.popleft())
 
-    def _draw(self, verdict: Verdict) -> None:
+    def _draw(self, outcome: Committed) -> None:
         """Draw members of a round that was just committed; what is left of the round before is scored no more."""
-        plan = verdict.plan
+        verdict, plan = outcome.verdict, outcome.verdict.plan
         assert plan is not None
         for task in self._tasks:
             if task.attempts >= _ATTEMPTS and self._member.client.is_member(task.planned.peer):

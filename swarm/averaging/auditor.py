@@ -79,7 +79,7 @@ def _shown_bytes(store: ResultStore, chunk: int, header: ChunkHeader) -> int:
     sums = [_sum_bytes(store, chunk, row) for row in header.reduced_rows]
     rows = [len(group.rows[row]) for row in header.reduced_rows]
     contributions = max([len(group.summed_directly(header)), *rows]) * store.leaf_grid.chunk_bytes(start, stop)
-    return contributions + sum(sums) + group.result_bytes(store.codec(chunk), stop - start)
+    return contributions + sum(sums) + store.result_bytes(chunk)
 
 
 def _sum_bytes(store: ResultStore, chunk: int, row: int) -> int:

@@ -56,7 +56,8 @@ class Averager:
         archive: ResultArchive | None = None,
     ) -> None:
         """``archive``: where the results of committed rounds go, if anywhere."""
-        self.round_feedback = RoundFeedback(elements, client.run_file.averaging)
+        is_gathering = client.run_file.collective is not None
+        self.round_feedback = RoundFeedback(elements, client.run_file.averaging, is_gathering=is_gathering)
         self.activity = ""
         self.on_exchange: Callable[[bool], object] = bool
         """Called with True when an exchange begins and False when it has ended, so that other traffic can wait."""
@@ -172,7 +173,14 @@ class Averager:
         """Whether the plan includes this very offer, not one of an earlier process or membership of ours."""
         planned = {member.peer: (member.weight_tokens, member.norms, member.root) for member in plan.members}
         ours = (offer.weight_tokens, self._claim, self._root)
-        return planned.get(self._client.peer) == ours and _same_state(plan, offer)
+        return planned.get(self._client.peer) == ours and _same_state(plan, offer) and self._fits_run(plan)
+
+    def _fits_run(self, plan: RoundPlan) -> bool:
+        """Whether the plan gathers contributions just where the run file says so: their memory is bounded there."""
+        run = self._client.run_file
+        if run.collective is None:
+            return plan.mean != "gather"
+        return plan.mean == "gather" and len(plan.members) <= run.collective.members
 
     def _made_up(self, plan: RoundPlan) -> str:
         """Return what is wrong with the members' signatures in a plan; such a plan is not taken part in.
@@ -345,6 +353,8 @@ class Averager:
         if plan.parts[-1].stop != self._elements:
             elements = plan.parts[-1].stop
             raise LinkError(f"the plan is for a model of {elements} parameters; ours has {self._elements}")
+        if not self._fits_run(plan):
+            raise LinkError("the plan makes something else of contributions than the run file says")
         store = self._stores.get(plan.round) or self._open_store(plan)
         await complete_results(self._endpoint, store, verdict, self._client.peer, self._client.deadlines)
         return await in_thread(RoundMean, store)

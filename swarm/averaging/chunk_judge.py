@@ -245,12 +245,12 @@ def _excess(store: ResultStore, group: Group, subject: Subject, maker: int, agai
 
 def _values(store: ResultStore, group: Group, chunk: int, result: memoryview) -> torch.Tensor:
     """Return what members make of a result chunk, (n,) float32: zeros where it is void or does not decode."""
-    start, stop = store.bounds(chunk)
-    codec = store.codec_map.result(start, stop, len(group.members))
+    values = store.values(chunk)
+    codec = store.codec_map.result(*store.bounds(chunk), len(group.members))
     try:
-        return codec.decode(result[group.header_bytes :], stop - start)
+        return codec.decode(result[group.header_bytes :], values)
     except CodecError:
-        return torch.zeros(stop - start)
+        return torch.zeros(values)
 
 
 def checked_contribution(store: ResultStore, chunk: int, member: int, data: memoryview) -> memoryview:

@@ -2,7 +2,8 @@
 
 Owners leave out contributions above their claims (``norm_claims.py``). A mean is bounded by the triangle inequality:
 ``norm(mean) <= sum(weight * factor * claim) / sum(weight)`` over the included members, times what
-robust means may add (``robust_mean.LENGTHENING``), at each of a grid's two levels. Every bound allows for what
+robust means may add (``robust_mean.LENGTHENING``), at each of a grid's two levels. Gathered contributions have the
+claims of all of them. Every bound allows for what
 codecs may add (``Codec.growth``, proven for each of them), so only a dishonest member exceeds a bound, and no honest
 value is ever scaled down.
 """
@@ -37,7 +38,7 @@ class NormBounds:
         self._leeway = leeway
         self._members = len(plan.members)
         self._levels = 2 if plan.columns else 1
-        self._lengthening = 1.0 if plan.mean == "weighted" else LENGTHENING[plan.mean]
+        self._lengthening = LENGTHENING[plan.mean] if plan.mean in ("clip", "trimmed") else 1.0
         self._step = range_elements(elements)
         self._squares = np.stack([claimed_squares(member.norms, elements) for member in plan.members])
         self._weights = np.array([float(member.weight) for member in plan.members])
@@ -45,6 +46,7 @@ class NormBounds:
         self.factors = tuple(member.factor for member in plan.members)
         self.usual_norms = tuple(member.usual_norm for member in plan.members)
         self.kind = plan.mean
+        self.copies = plan.copies
 
     def contribution(self, member: int, start: int, stop: int) -> float:
         """Bound on a member's contribution before encoding."""
@@ -75,6 +77,9 @@ class NormBounds:
 
     def _mean(self, included: Sequence[int], start: int, stop: int, times_packed: int, levels: int) -> float:
         who = list(included)
+        if self.kind == "gather":  # they stand one after the other, each with its own length
+            gathered = float(self._squares[who, self._touched(start, stop)].sum())
+            return _with_slack(gathered, self._codec_map.contribution(start, stop).growth, (stop - start) * len(who))
         norms = np.sqrt(self._squares[who, self._touched(start, stop)].sum(1))
         longest = float(np.dot(self._pulls[who], norms) / self._weights[who].sum())
         longest *= self._lengthening**levels

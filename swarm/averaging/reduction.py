@@ -11,12 +11,14 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 from shoal.compression.codec import Packed
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError
+from shoal.compression.gathered import Gathered
 from shoal.compression.robust_mean import RobustMean
 from shoal.compression.weighted_mean import EncodingLoss, WeightedMean
 from shoal.swarm.aio import Changes, in_thread
@@ -31,6 +33,8 @@ from shoal.swarm.errors import ShoalError, WireError
 from shoal.swarm.transport.bulk.link import CREDIT
 
 log = logging.getLogger(__name__)
+
+Accumulator: TypeAlias = WeightedMean | RobustMean | Gathered
 
 
 _WINDOW, _FEWEST_AHEAD = 16, 2
@@ -135,15 +139,14 @@ class PartReducer:
         )
 
     def reduce(self, chunk: int) -> ReducedChunk | list[int]:
-        """Return the weighted mean of a complete chunk, encoded once.
+        """Return the weighted mean of a complete chunk, or what else the plan makes of it, encoded once.
 
         Contributions that do not decode to finite numbers, or are above their member's claim for this chunk or
         for all chunks up to it, are left out. No honest row reducer makes such partial sums: the rows that have one are
         returned, and no mean is made until they have been summed directly.
         """
         state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
-        kind = self._norm_bounds.kind
-        mean = WeightedMean(stop - start) if kind == "weighted" else RobustMean(stop - start, kind)
+        mean = self._accumulator(stop - start)
         included: list[int] = []
         squares: dict[int, float] = {}
         reduced_rows, bad = [], []
@@ -163,17 +166,32 @@ class PartReducer:
         seal = name_of_sums([state.partial_sums[row] for row in reduced_rows]) if reduced_rows else b""
         return self._encode(mean, ChunkHeader(included, reduced_rows, seal), (start, stop))
 
-    def _encode(self, mean: WeightedMean | RobustMean, header: ChunkHeader, bounds: tuple[int, int]) -> ReducedChunk:
+    def _accumulator(self, size: int) -> Accumulator:
+        match self._norm_bounds.kind:
+            case "weighted":
+                return WeightedMean(size)
+            case "gather":
+                return Gathered(size, len(self.group.members))
+            case method:
+                return RobustMean(size, method)
+
+    def _encode(self, mean: Accumulator, header: ChunkHeader, bounds: tuple[int, int]) -> ReducedChunk:
         group, void = self.group, ReducedChunk(memoryview(self.group.pack_header(ChunkHeader())), [], None)
         if not header.included:
             return void
-        size, total = bounds[1] - bounds[0], group.weight(header.included)
+        total = group.weight(header.included)
+        size = (bounds[1] - bounds[0]) * self._norm_bounds.copies
         codec = self._codec_map.result(*bounds, len(group.members))
         result = self._buffers.results.take(group.result_bytes(codec, size), group.header_bytes)
         result[: group.header_bytes] = group.pack_header(header)
         packed = torch.frombuffer(result[group.header_bytes :], dtype=torch.uint8)
         try:
-            loss = mean.encode(codec, total, self._buffers.passing.floats(size), packed)
+            left = self._buffers.passing.floats(size)
+            loss = (
+                mean.encode(codec, left, packed)
+                if isinstance(mean, Gathered)
+                else mean.encode(codec, total, left, packed)
+            )
         except CodecError:  # the sum overflowed: the chunk is void for all members
             return void
         return ReducedChunk(result, sorted(header.included), loss)
@@ -182,7 +200,7 @@ class PartReducer:
         self,
         chunk: int,
         row: int,
-        mean: WeightedMean | RobustMean,
+        mean: Accumulator,
         squares: dict[int, float],
     ) -> list[int]:
         """Add what a row's members brought to ``mean``, with their factors; returns the members that were added.
@@ -197,7 +215,10 @@ class PartReducer:
                 square = codec.squared_norm(packed, stop - start) / codec.growth**2
                 if not self._is_claimed(member, square, (start, stop)):
                     continue
-                mean.add_packed(codec, packed, weight, bounds.factors[member], row, bounds.usual_norms[member])
+                if isinstance(mean, Gathered):
+                    mean.put(member, codec, packed)
+                else:
+                    mean.add_packed(codec, packed, weight, bounds.factors[member], row, bounds.usual_norms[member])
             except CodecError:
                 continue
             squares[member] = square
@@ -210,15 +231,14 @@ class PartReducer:
         claim, start, whole = self._norm_bounds.contribution, self._start, self._squares[member] + square
         return square <= claim(member, *bounds) and whole <= claim(member, start, bounds[1])
 
-    def _add_partial_sum(
-        self, state: _Chunk, row: int, mean: WeightedMean | RobustMean, bounds: tuple[int, int]
-    ) -> list[int]:
+    def _add_partial_sum(self, state: _Chunk, row: int, mean: Accumulator, bounds: tuple[int, int]) -> list[int]:
         """Add a row's mean to ``mean``, times its weight; returns its members, none where it is no valid mean."""
         group, partial = self._rows[row], state.partial_sums[row]
         included, packed = group.header(partial).included, partial[group.header_bytes :]
         if not included:
             return []
         codec = self._codec_map.result(*bounds, len(group.members))
+        assert not isinstance(mean, Gathered), "the plan has rows then"
         try:
             square = codec.squared_norm(packed, bounds[1] - bounds[0])
             if not square <= self._norm_bounds.partial_sum(included, *bounds):

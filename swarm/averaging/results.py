@@ -119,11 +119,10 @@ class ResultStore(ChunkStore):
 
     def __init__(self, plan: RoundPlan, codec_map: CodecMap, buffers: RoundBuffers | None = None) -> None:
         """Raises ``WireError`` for a plan with larger chunks than the run's codec packs into a frame."""
-        if plan.chunk_elements > codec_map.formats.max_chunk_values:
+        values = plan.copies * plan.chunk_elements
+        if values > codec_map.formats.max_chunk_values:
             most = codec_map.formats.max_chunk_values
-            raise WireError(
-                f"the plan of round {plan.round} has chunks of {plan.chunk_elements} values; the codec allows {most}"
-            )
+            raise WireError(f"the plan of round {plan.round} has chunks of {values} values; the codec allows {most}")
         self.plan = plan
         self.buffers = buffers or RoundBuffers()
         self.elements = plan.parts[-1].stop
@@ -168,6 +167,15 @@ class ResultStore(ChunkStore):
         """Return start and stop of a chunk's elements."""
         start = chunk * self.plan.chunk_elements
         return start, min(start + self.plan.chunk_elements, self.elements)
+
+    def values(self, chunk: int) -> int:
+        """Return the number of values of a chunk's result."""
+        start, stop = self.bounds(chunk)
+        return self.plan.copies * (stop - start)
+
+    def result_bytes(self, chunk: int) -> int:
+        """Return the size of a result chunk with at least one member; an empty one is the header alone."""
+        return self.group.result_bytes(self.codec(chunk), self.values(chunk))
 
     def codec(self, chunk: int) -> Codec:
         """Return the codec that packs the mean of a chunk."""
@@ -237,9 +245,9 @@ class ResultStore(ChunkStore):
         """Raise ``WireError`` for a chunk whose length does not match its header.
 
         Most chunks come before a verdict names their part's digest, and memory is bounded by what they may take."""
-        group, (start, stop) = self.group, self.bounds(chunk)
+        group = self.group
         is_empty = data.nbytes < group.header_bytes or not group.header(data).included
-        expected = group.header_bytes if is_empty else group.result_bytes(self.codec(chunk), stop - start)
+        expected = group.header_bytes if is_empty else self.result_bytes(chunk)
         if data.nbytes != expected:
             raise WireError(f"result chunk {chunk} has {data.nbytes} bytes; with its header it has {expected}")
 
@@ -258,7 +266,7 @@ class ResultStore(ChunkStore):
             return
         bound = self.norm_bounds.mean(header.included, start, stop, with_partial_sums=bool(header.reduced_rows))
         try:
-            square = self.codec(chunk).squared_norm(data[self.group.header_bytes :], stop - start)
+            square = self.codec(chunk).squared_norm(data[self.group.header_bytes :], self.values(chunk))
         except CodecError as error:
             raise AboveBound(f"its mean of chunk {chunk} does not decode: {error}") from error
         if not square <= bound:  # NaN is within no bound
@@ -279,10 +287,9 @@ class ResultStore(ChunkStore):
 
     def room(self, chunk: int, size: int) -> memoryview:
         """Return memory for a fetched result chunk. Raises ``WireError`` for a size that no result chunk has."""
-        group, (start, stop) = self.group, self.bounds(chunk)
-        if size not in (group.header_bytes, group.result_bytes(self.codec(chunk), stop - start)):
+        if size not in (self.group.header_bytes, self.result_bytes(chunk)):
             raise WireError(f"a result chunk of {size} bytes does not fit")
-        return self.buffers.results.take(size, group.header_bytes)
+        return self.buffers.results.take(size, self.group.header_bytes)
 
     def find_undecodable(self) -> None:
         """Note the chunks whose bytes do not decode: they are void for all members alike.
@@ -292,9 +299,8 @@ class ResultStore(ChunkStore):
         for index in range(self.chunks):
             if not self.header(index).included:
                 continue
-            start, stop = self.bounds(index)
             try:
-                self.codec(index).checked(self[index][self.group.header_bytes :], stop - start)
+                self.codec(index).checked(self[index][self.group.header_bytes :], self.values(index))
             except CodecError as error:
                 log.warning("chunk %d of round %d is void: %s", index, self.plan.round, error)
                 self._undecodable.add(index)
@@ -342,7 +348,8 @@ class RoundMean:
     """Mean of a committed round, decoded from its bytes whenever it is read; for worker threads.
 
     It keeps the encoded bytes, whatever becomes of the store. A chunk with no member in it, or whose bytes do not
-    decode, is void: zero for all members alike."""
+    decode, is void: zero for all members alike. Where contributions are gathered, the mean is zero everywhere, and
+    ``brought`` reads them."""
 
     def __init__(self, store: ResultStore) -> None:
         """``store``: has every chunk except those of void parts, else this raises ``BlobUnavailable``."""
@@ -350,7 +357,8 @@ class RoundMean:
         self.elements = store.elements
         self._store = store
         after = store.group.header_bytes
-        self._packed = [store[one][after:] if store.header(one).included else None for one in range(store.chunks)]
+        self._included = [frozenset(store.header(one).included) for one in range(store.chunks)]
+        self._packed = [store[one][after:] if self._included[one] else None for one in range(store.chunks)]
 
     def pieces(self) -> Iterator[tuple[int, int, Tensor]]:
         """Yield start, stop and values, ``(stop - start,) float32``, of consecutive pieces that cover the vector.
@@ -367,6 +375,19 @@ class RoundMean:
             self._decode(range(first, after), room[: stop - start])
             yield start, stop, room[: stop - start]
 
+    def brought(self, member: int) -> Tensor | None:
+        """Return a member's contribution to a round that gathers them, a new (n,) float32; None if any of it is
+        missing. ``member``: an index of the plan."""
+        store, whole = self._store, empty_aligned(self.elements)
+        assert store.plan.mean == "gather"
+        for index, packed in enumerate(self._packed):
+            if packed is None or member not in self._included[index]:
+                return None
+            (start, stop), codec = store.bounds(index), store.codec(index)
+            place = codec.packed_bytes(stop - start)
+            codec.decode(packed[member * place : (member + 1) * place], stop - start, whole[start:stop])
+        return whole
+
     def whole(self) -> Tensor:
         """Return the whole mean, a new (n,) float32."""
         mean = empty_aligned(self.elements)
@@ -380,7 +401,7 @@ class RoundMean:
         for index in chunks:
             start, stop = store.bounds(index)
             values, packed = out[start - offset : stop - offset], self._packed[index]
-            if packed is None:
+            if packed is None or store.plan.mean == "gather":
                 values.zero_()
             else:
                 codec = store.codec(index)

@@ -44,8 +44,10 @@ class RoundFeedback:
 
     ``late``: work that does not count as done yet, so the residual is dropped with it if others get its samples."""
 
-    def __init__(self, elements: int, averaging: AveragingSection) -> None:
+    def __init__(self, elements: int, averaging: AveragingSection, *, is_gathering: bool = False) -> None:
+        """``is_gathering``: contributions are gathered, so that nothing is ever carried."""
         self._elements = elements
+        self._is_gathering = is_gathering
         self._ranges = ranges(elements)
         self._weight_tokens = 0
         self._measuring: asyncio.Future[list[float]] | None = None
@@ -112,6 +114,9 @@ class RoundFeedback:
         are not, others train on them again. ``exchange``: None if there was no plan for us; one that has not run if the
         verdict came first, as others may have fetched some chunks ahead."""
         feedback = self.error_feedback
+        if self._is_gathering:  # there is no mean that a later one could make up for
+            self.forget()
+            return
         if not planned:
             feedback.discard()
         if offer.weight_tokens and ours and not feedback.in_round:

@@ -256,6 +256,9 @@ class Admission:
             most, of_network = limits.newcomers(len(standings) - len(newcomers)), limits.members_per_network
         kind = "guests" if is_observer else "members without credit"
         is_full = not membership.places_left(role)
+        collective = self._scope.run.collective
+        if collective is not None and role in ("trainer", "contributor"):
+            is_full = len(standings) >= collective.members
         if self._scope.standing(peer).has_credit:
             if not is_full:
                 return None

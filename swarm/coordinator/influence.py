@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median, median_low
+from typing import Any
 
 from shoal.swarm.averaging.norm_claims import total_norm
 from shoal.swarm.coordinator.membership import Member
@@ -85,8 +86,12 @@ def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], membe
         carrying = [one.model_copy(update={"factor": factor}) for one, factor in zip(carrying, factors, strict=True)]
     if robust == "clip":
         carrying = [one.model_copy(update={"usual_norm": norm_bound(one, 1.0, power) / SLACK}) for one in carrying]
-    mean = robust if robust in ("clip", "trimmed") else "weighted"
-    return plan.model_copy(update={"members": tuple(carrying), "rho": rho, "mean": mean})
+    update: dict[str, Any] = {"members": tuple(carrying), "rho": rho}
+    if run.collective is not None:
+        update["mean"] = "gather"
+    elif robust in ("clip", "trimmed"):
+        update["mean"] = robust
+    return plan.model_copy(update=update)
 
 
 def power_of(run: RunFile) -> float:

@@ -46,11 +46,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Goal:
-    """Goal of a round: ``tokens`` reached or ``max_s`` passed. ``exact``: no more than these tokens."""
+    """Goal of a round: ``tokens`` reached or ``max_s`` passed.
+
+    ``exact``: no more than these tokens; ``everybody``: these tokens are all that there can be, so nobody needs time
+    for a last step."""
 
     tokens: int
     max_s: float
     exact: bool
+    everybody: bool = False
 
 
 def is_over(ends: RunSection, tokens_committed: int, rounds_committed: int, elapsed_s: float) -> bool:
@@ -96,9 +100,9 @@ def closing_moment(
     at_limit = opened_s + goal.max_s
     slowest_s = max((work.step_s for work in works), default=0.0)
     ahead_s = min(max(deadlines.announce_s, slowest_s), deadlines.patience_s)
-    if goal.exact:
-        if sum(work.tokens for work in works) >= goal.tokens:
-            return now_s
+    if (goal.exact or goal.everybody) and sum(work.tokens for work in works) >= goal.tokens:
+        return now_s
+    if goal.exact or goal.everybody:
         return max(now_s, at_limit) if at_limit <= now_s + ahead_s else None
     speed = sum(work.speed(deadlines.lease_s) for work in works)
     missing = goal.tokens - sum(work.tokens_at(now_s, opened_s) for work in works)

@@ -689,6 +689,11 @@ class RoundScope:
         if self.run.run.max_s is not None:
             left_s = self.run.run.max_s - self.elapsed_s(self.round.opened_s)
             max_s = min(max_s, max(left_s, 0.0))
+        if self.run.collective is not None:
+            # A call is complete with all that can take part: those of the last one may not have said yet that they
+            # hold the new version.
+            here = self.synced().keys() | (self.took_part & self.membership.trainers().keys())
+            return Goal(sum(not self.is_left_out(peer) for peer in here) or 1, max_s, exact=False, everybody=True)
         return Goal(self.run.round.tokens, max_s, exact=self.run.algorithm == "virtual_batch")
 
     def goal_samples(self) -> int:

@@ -114,7 +114,8 @@ class RoundPlan(Record):
     usual norm of a contribution of one token, by which all contributions are bounded; 0 while no member has claimed a
     norm. ``columns``: none in a flat group; in a grid, of each column its row reducer in every row: the member of that
     row that sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a
-    column. ``mean``: how contributions, and in a grid the rows, are combined (``averaging.robust``)."""
+    column. ``mean``: how contributions, and in a grid the rows, are combined (``averaging.robust``); ``gather``: a flat
+    group's contributions are not averaged but put one after the other (``[collective]``)."""
 
     round: Count
     anchor_version: Count
@@ -124,7 +125,7 @@ class RoundPlan(Record):
     parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_PARTS)]
     columns: Annotated[tuple[Column, ...], Field(max_length=MAX_MEMBERS)] = ()
     rho: Annotated[float, Field(ge=0)] = 0.0
-    mean: Literal["weighted", "clip", "trimmed"] = "weighted"
+    mean: Literal["weighted", "clip", "trimmed", "gather"] = "weighted"
 
     @model_validator(mode="after")
     def _consistent(self) -> RoundPlan:
@@ -135,6 +136,8 @@ class RoundPlan(Record):
             if part.start != start or part.start >= part.stop or part.start % self.chunk_elements:
                 raise ValueError("parts: expected to tile the elements from 0 on, each beginning at a chunk")
         row_of = [member.row for member in self.members]
+        if self.mean == "gather" and self.columns:
+            raise ValueError("contributions are gathered in a flat group")
         rows = list(range(1 + max(row_of)))
         if set(row_of) != set(rows) or bool(self.columns) != (len(rows) > 1):
             raise ValueError("a plan of several rows has members in each of them, and columns")
@@ -147,6 +150,11 @@ class RoundPlan(Record):
                     "owners and stand-ins are row reducers of the part's column, or members of the flat group"
                 )
         return self
+
+    @property
+    def copies(self) -> int:
+        """Number of values that a result has for each element: one, or one for each member where they are gathered."""
+        return len(self.members) if self.mean == "gather" else 1
 
     def row_reducers(self, part: Part) -> tuple[int, ...]:
         """Row reducers of a part, one for each row, the owner for its own row; empty in a flat group."""

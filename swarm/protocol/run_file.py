@@ -37,6 +37,7 @@ from shoal.swarm.errors import IdentityError, RunFileError
 from shoal.swarm.protocol.field_errors import field_errors
 from shoal.swarm.protocol.identity import parse_key
 from shoal.swarm.protocol.pins import PackageVersion, PinsSection
+from shoal.swarm.protocol.rounds import leaf_elements
 from shoal.swarm.protocol.run_sources import check_folder_url, check_source, check_url, shards_url
 from shoal.swarm.protocol.start_section import Sha256, StartSection
 from shoal.swarm.protocol.types import Record
@@ -706,6 +707,60 @@ class PipelineSection(Record):
         return make_format(self.activations)
 
 
+_GATHERED_CHUNK = 2**20
+"""Values of a result chunk, which holds one leaf of each member at least: 4 MiB, which fit into a frame."""
+
+
+class CollectiveSection(Record):
+    """``[collective]``: rounds gather the members' arrays instead of averaging them, for ``shoal.peer.collectives``.
+
+    Contributions are float32 and unbounded in norm, as each stands for itself, and the anchor stays zero. Each member
+    holds the arrays of all of a call in memory."""
+
+    values: Annotated[
+        int,
+        Field(
+            ge=64,
+            le=2**28,
+            description=(
+                "room for the arrays of one member in one call: an element of float32, bfloat16 or float16 takes a "
+                "value, and two bytes of other types do. Each call moves all of it, so take no more than is needed"
+            ),
+        ),
+    ]
+    members: Annotated[
+        int,
+        Field(
+            ge=2,
+            le=256,
+            description=(
+                "most members at a time; others are told that the run is full. A member's memory for a call is about "
+                "`values` times `members` times 4 bytes"
+            ),
+        ),
+    ] = 16
+
+    @model_validator(mode="after")
+    def _fits(self) -> CollectiveSection:
+        if self.members * leaf_elements(self.values) > _GATHERED_CHUNK:
+            raise ValueError(
+                f"{self.values} values of {self.members} members are too many: one call holds up to about 2**28 values "
+                "of all of them; take fewer members or values"
+            )
+        return self
+
+    @property
+    def max_chunk_values(self) -> int:
+        """Most elements of a chunk, of which a result has one value for each member."""
+        return _GATHERED_CHUNK // self.members
+
+
+_COLLECTIVE: dict[str, dict[str, Any]] = {
+    "averaging": {"codec": "float32", "robust": "none"},
+    "outer": {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0},
+}
+"""Settings of a run with ``[collective]``: the only ones with which it does what it says."""
+
 _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "sparseloco": {
         "averaging": {"codec": "topk", "residual_decay": 0.95},
@@ -742,6 +797,7 @@ class RunFile(Record):
     access: AccessSection = AccessSection()
     card: CardSection = CardSection()
     pipeline: PipelineSection | None = None
+    collective: CollectiveSection | None = None
     start: Annotated[
         StartSection | None,
         Field(
@@ -759,11 +815,14 @@ class RunFile(Record):
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, content: Any) -> Any:
-        """Fill in the algorithm's defaults."""
+        """Fill in the defaults of the algorithm, or of a run of collectives."""
         if not isinstance(content, dict):
             return content
         filled = dict(content)
-        for section, settings in _PRESETS.get(str(content.get("algorithm")), {}).items():
+        presets = _PRESETS.get(str(content.get("algorithm")), {})
+        if content.get("collective") is not None:
+            presets = _COLLECTIVE
+        for section, settings in presets.items():
             own = filled.get(section, {})
             if isinstance(own, dict):
                 filled[section] = {**settings, **own}
@@ -795,8 +854,33 @@ class RunFile(Record):
             )
         if self.data.tokens_per_sample is not None:
             self._check_micro_batches(self.data.tokens_per_sample)
+        self._check_collective()
         self._check_pins()
         return self
+
+    def _check_collective(self) -> None:
+        if self.collective is None:
+            return
+        if self.recipe.name != "own" or self.data.source != "own" or self.algorithm != "diloco":
+            raise ValueError(
+                '[collective] is for arrays that members bring: it needs recipe.name = "own" and data.source = "own", '
+                "and no algorithm"
+            )
+        for section, settings in _COLLECTIVE.items():
+            for name, value in settings.items():
+                if getattr(getattr(self, section), name) != value:
+                    raise ValueError(
+                        f"{section}.{name}: leave it out in a run with [collective], where it is {value!r}"
+                    )
+        if self.round.tokens != 1:
+            raise ValueError("round.tokens: expected 1 in a run with [collective], where each member counts one a call")
+        if self.averaging.overlap or self.pipeline is not None or self.start is not None:
+            raise ValueError("[collective] trains no model: leave out averaging.overlap, [pipeline] and [start]")
+        if self.collective.members > self.averaging.group_size:
+            raise ValueError(
+                f"collective.members: expected at most averaging.group_size, {self.averaging.group_size}, as all "
+                "members exchange their arrays with each other"
+            )
 
     def _check_pins(self) -> None:
         pins = self.pins
@@ -829,7 +913,9 @@ class RunFile(Record):
 
     @property
     def max_chunk_values(self) -> int:
-        """Most values of a chunk: packed they are no larger than 4 MiB of float32, which fits into a frame."""
+        """Most elements of a chunk: packed, its result is no larger than 4 MiB of float32, which fits into a frame."""
+        if self.collective is not None:
+            return self.collective.max_chunk_values
         return self.format_map(()).max_chunk_values
 
     def format_map(self, shapes: Shapes) -> FormatMap:

@@ -144,6 +144,7 @@ def test_defaults_of_every_section() -> None:
         "pipeline": None,
         "card": {"title": "", "purpose": "", "licence": "", "homepage": "", "contact": ""},
         "start": None,
+        "collective": None,
         "pins": None,
     }
 
@@ -308,7 +309,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "d0335f2d25e22bfb"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "787eb92182248b9e"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -607,3 +608,48 @@ def test_stages_have_no_loss_scale() -> None:
     assert parse_run_file(toml).pipeline is None
     with pytest.raises(RunFileError, match=message):
         parse_run_file(f"algorithm = 'virtual_batch'\n{toml}[pipeline]\nmicro_batch = 1\n")
+
+
+# Collectives --------------------------------------------------------------------------------------------------
+
+CALLS = """
+[run]
+name = "calls"
+[recipe]
+name = "own"
+[data]
+source = "own"
+[round]
+tokens = 1
+[collective]
+values = 100_000
+members = 8
+"""
+
+
+def test_a_run_of_collectives_has_the_settings_with_which_it_does_what_it_says() -> None:
+    run = parse_run_file(CALLS)
+    assert (run.averaging.codec, run.averaging.robust, run.outer.optimizer, run.outer.lr) == (
+        "float32",
+        "none",
+        "sgd",
+        1.0,
+    )
+    assert run.max_chunk_values == 2**20 // 8
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("members = 8", "members = 64", r"collective\.members: expected at most averaging\.group_size, 32"),
+        ("values = 100_000", "values = 200_000_000", "are too many"),
+        ("tokens = 1", "tokens = 2", r"round\.tokens: expected 1"),
+        ('name = "own"', 'name = "gpt"', r"needs recipe\.name"),
+        ("[round]", '[averaging]\ncodec = "int8"\n[round]', r"averaging\.codec: leave it out"),
+        ("[round]", "[outer]\nlr = 0.5\n[round]", r"outer\.lr: leave it out"),
+        ("[round]", "[averaging]\noverlap = true\n[round]", r"leave out averaging\.overlap"),
+        ("values = 100_000\n", "", r"collective\.values"),
+    ],
+)
+def test_a_bad_run_of_collectives_is_refused(old: str, new: str, expected: str) -> None:
+    assert re.search(expected, refusal(CALLS.replace(old, new)))
