@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -481,7 +482,8 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """Return plain values of this session's present state; from any thread."""
-        return take_snapshot(self._member, self.view, self.peer, self.device)
+        taken = take_snapshot(self._member, self.view, self.peer, self.device)
+        return replace(taken, leaving=self._stopping)
 
     def request_stop(self) -> None:
         """Make ``batches`` end soon. A closing round is finished first; otherwise unfinished samples go to other peers.

@@ -33,6 +33,7 @@ from shoal.peer.recipes.local_loop import LocalLoop
 from shoal.peer.recipes.model_memory import check_model_fits
 from shoal.peer.session import Session
 from shoal.peer.terminal.snapshot import Watched
+from shoal.peer.terminal.views import LEAVING
 from shoal.peer.training.device import MemoryLimits, allow_tf32, choose_device
 from shoal.peer.validation.validator import Validator
 from shoal.swarm.client.observer import look_up_run
@@ -236,6 +237,8 @@ def _handled_signals(request_stop: Callable[[], None], stops: list[int]) -> Iter
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)
             os._exit(STOPPED_AT_ONCE)
+        if len(stops) == 1 and not sys.stdout.isatty():  # the live view says it by itself
+            os.write(sys.stdout.fileno(), f"{LEAVING}\n".encode())
         request_stop()
 
     earlier = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

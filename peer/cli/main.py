@@ -476,13 +476,16 @@ def join_command(
                 Consent(console).ask_again(amended, invite.run_hash, keeper.folder)
 
     def train(invite: Invite, keeper: GuestKeeper, reporter: Reporter) -> bool:
+        from shoal.peer.checkpoints.manifest import MANIFEST
         from shoal.peer.cli.consent import Consent, agreed_ends
         from shoal.peer.cli.join import Ending, Work, run_member
         from shoal.peer.cli.restore import parse_copy_to
         from shoal.peer.options import SessionOptions
+        from shoal.peer.terminal.views import farewell
         from shoal.peer.training.device import MemoryLimits
 
         trackers: list[Tracker] = []
+        joined: list[tuple[str, Path]] = []
 
         def on_event(event: Event) -> None:
             reporter.on_event(event)
@@ -491,6 +494,7 @@ def join_command(
 
         def watch(connection: RunConnection, peer: Watched) -> None:
             reporter.watch(peer)
+            joined.append((connection.run_file.run.name, options.folder(connection.run_file, connection.peer)))
             about = TrackedRun.of(connection.run_file, connection.peer)
             trackers.extend(ending.enter_context(Tracker(choice, about)) for choice in choices)
             if web is not None:
@@ -524,6 +528,10 @@ def join_command(
         )
         with ExitStack() as ending:
             how = run_member(str(invite), options, work, Consent(console, accept), keeper, watch, notices)
+        for run, folder in joined if how is not Ending.PAUSED else ():
+            has_model = any(folder.glob(f"**/{MANIFEST}"))
+            words = farewell(run, folder, ended=how is Ending.RUN_ENDED, has_model=has_model)
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
         if how is Ending.TERMINATED:
             raise typer.Exit(TERMINATED)
         if how is Ending.PAUSED:

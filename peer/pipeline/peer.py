@@ -325,6 +325,7 @@ class PipelinePeer:
         if failure is not None:
             raise failure
         taken, held = take_snapshot(run, run.client.view, run.client.peer, str(self._device)), self._held
+        taken = dataclasses.replace(taken, leaving=self._stopping)
         return held.add_to_snapshot(taken) if held is not None else taken
 
     def request_stop(self) -> None:

@@ -45,7 +45,7 @@ class HeldStages:
 class Snapshot:
     """A session at one moment. ``loss``: this peer's recent loss, or, if it computes none, that of the newest committed
     round; ``compression``: ratio of a contribution's float32 bytes to its bytes as sent; ``held``: None except for a
-    pipeline's peer that holds stages."""
+    pipeline's peer that holds stages; ``leaving``: whether it was asked to leave, and ends what it has begun."""
 
     run: str
     peer: str
@@ -68,6 +68,7 @@ class Snapshot:
     closes_in_s: float | None
     amended: tuple[str, ...] = ()
     held: HeldStages | None = None
+    leaving: bool = False
 
 
 class Watched(Protocol):

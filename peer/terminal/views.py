@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box, filesize
@@ -170,6 +171,8 @@ def phase_text(phase: str) -> Text:
     return Text(phase, style=_PHASE_STYLES.get(phase, ""))
 
 
+LEAVING = "leaving: what has begun is finished and saved; Ctrl-C again leaves at once"
+
 # A member's live view ---------------------------------------------------------------------------------------
 
 
@@ -184,6 +187,8 @@ def session_panel(snapshot: Snapshot, losses: Sequence[float], lines: Sequence[s
             rows.append(Text(alone, "yellow", **_ONE_LINE))
     if snapshot.amended:
         rows.append(Text(f"amended by the host: {printable('; '.join(snapshot.amended))}", "yellow", **_ONE_LINE))
+    if snapshot.leaving:
+        rows.append(Text(LEAVING, "bold yellow", **_ONE_LINE))
     if snapshot.coordinator_is_away:
         rows.append(Text("the coordinator is away: training goes on, the round ends when it is back", "bold yellow"))
     if lines:
@@ -246,6 +251,18 @@ def _figures(snapshot: Snapshot, losses: Sequence[float]) -> Table:
 
 def _figure(name: str, value: str) -> Text:
     return Text.assemble((f"{name} ", "dim"), (value, "bold"))
+
+
+def farewell(run: str, folder: Path, *, ended: bool, has_model: bool) -> str:
+    """What a member is told at its end: how to come back, or where the run's model is."""
+    if not ended:
+        return f"Left {run}. The same command goes on where this was: its state is in {folder}"
+    model = (
+        f"The model: shoal export --run {folder} --out model.safetensors"
+        if has_model
+        else "This member kept no checkpoint: ask the host, or another member, for the model"
+    )
+    return f"Run finished: {run}. {model}"
 
 
 def status_line(snapshot: Snapshot) -> str:

@@ -325,6 +325,13 @@ def test_panel_shows_what_is_not_known_yet(away: bool, loss: float | None) -> No
     assert ("the coordinator is away" in output(console)) == away
 
 
+@pytest.mark.parametrize("leaving", [False, True])
+def test_the_panel_says_at_once_that_this_peer_leaves(leaving: bool) -> None:
+    console = terminal()
+    console.print(session_panel(replace(SNAPSHOT, leaving=leaving), [], []))
+    assert ("Ctrl-C again leaves at once" in output(console)) == leaving
+
+
 # Status -----------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from shoal.peer.terminal.snapshot import Flow, HeldStages, held_stages, with_sta
 from shoal.peer.terminal.views import (
     alone_text,
     empty_text,
+    farewell,
     flow_text,
     held_text,
     relay_text,
@@ -271,3 +273,11 @@ def test_a_relay_is_named_with_whose_it_is_and_what_it_carries() -> None:
     shown = Console(file=io.StringIO(), width=120)
     shown.print(status_table(make_status().model_copy(update={"relays": (own, gone)})))
     assert "7 connections of 3 members" in shown.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_who_leaves_is_told_how_to_come_back_and_where_the_model_is(tmp_path: Path) -> None:
+    assert farewell("reef", tmp_path, ended=False, has_model=True) == (
+        f"Left reef. The same command goes on where this was: its state is in {tmp_path}"
+    )
+    assert f"shoal export --run {tmp_path} --out" in farewell("reef", tmp_path, ended=True, has_model=True)
+    assert "export" not in farewell("reef", tmp_path, ended=True, has_model=False)
