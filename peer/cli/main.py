@@ -18,6 +18,7 @@ from rich.console import Console
 
 from shoal.peer.cli.access import app as access_commands
 from shoal.peer.cli.command import INVITE_VARIABLE, UNSUPERVISED
+from shoal.peer.cli.data import app as data_commands
 from shoal.peer.cli.files import IdentityOption, console, start_of, start_place
 from shoal.peer.cli.files import app as file_commands
 from shoal.peer.cli.guest import (
@@ -68,6 +69,7 @@ app = typer.Typer(
 app.add_typer(file_commands)
 app.add_typer(access_commands)
 app.add_typer(finding_commands)
+app.add_typer(data_commands)
 app.add_typer(guest_commands)
 errors = Console(stderr=True)
 
