@@ -18,7 +18,7 @@ from common import Trained, console, parser, publish, train_swarm
 from torch import nn
 from torch.optim import AdamW
 
-from shoal.peer.offline.export import read_model
+from shoal.peer.exports.model_file import read_model
 from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.lr_schedule import lr_factor

@@ -155,7 +155,8 @@ def _verdicts(pipe: Connection) -> list[tuple[bool, int, float]]:
 
 
 def _row(overlap: bool, verdicts: list[tuple[bool, int, float]], options: Any, folder: Path) -> dict[str, Any]:
-    from shoal.peer.offline.export import export_model, read_model
+    from shoal.peer.exports.model_file import read_model
+    from shoal.peer.offline.export import export_model
     from shoal.peer.recipes import load_recipe
     from shoal.swarm.protocol.run_file import load_run_file
 

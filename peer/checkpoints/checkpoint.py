@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import pack_verdict
 from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_verdict
+
+log = logging.getLogger(__name__)
 
 MAX_VERDICTS = 64
 """Newest verdicts in a checkpoint: in a large swarm one is as large as a shard of a small model."""
@@ -184,6 +187,22 @@ def _checked_own(source: CheckpointSource, manifest: Manifest) -> SavedLocalStat
         with checked_stream(source, name, manifest.files[name]) as stream:
             read_entries(stream, stream.place)
     return SavedLocalState(source)
+
+
+def read_buffers(source: CheckpointSource, manifest: Manifest) -> dict[str, Tensor]:
+    """Read the model's buffers, such as running statistics, from the peer's own state.
+
+    None where the checkpoint has no such state, or, with a warning, a damaged one."""
+    try:
+        if not all(name in manifest.files and source.has(name) for name in OWN_FILES):
+            return {}
+        found = SavedLocalState(source).buffers()
+        if found:
+            _checked_own(source, manifest)
+        return found
+    except StateFileError as error:
+        log.warning("the model's buffers are left out: %s", error)
+        return {}
 
 
 def _check_digest(source: CheckpointSource, manifest: Manifest, digest: bytes) -> None:

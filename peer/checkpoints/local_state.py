@@ -195,7 +195,7 @@ def local_state_tree(optimizer: OptimizerState | None, model: nn.Module) -> dict
     """The tree of a peer's own state without the residual, its tensors by reference."""
     return {
         _OPTIMIZER: optimizer.state_dict() if optimizer is not None else None,
-        "buffers": _buffers(model),
+        "buffers": model_buffers(model),
         "random": _random_state(),
     }
 
@@ -234,6 +234,18 @@ class SavedLocalState:
                     # The file is undamaged and our own, so another version of the training loop or of torch wrote it.
                     log.warning("going on without the %s of the checkpoint, which does not fit: %s", name, error)
         return rest
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Read the model's buffers alone. Raises ``StateFileError``."""
+        with self.source.open(OWN_FILE) as content:
+            place = self.source.place(OWN_FILE)
+            tensors = _SavedTensors(content, place)
+            branch = dict(tensors.branches()).get("buffers", {"dict": []})
+            try:
+                found = dict(from_plain(branch, tensors))
+            except (ValueError, KeyError, TypeError) as error:
+                raise refusal(place, "its buffers", "tensors by name", str(error)[:200]) from error
+        return {str(name): one for name, one in found.items() if isinstance(one, Tensor)}
 
     def restore_residual(self, into: Tensor) -> int | None:
         """Read the residual into memory of its type and size; return the weight in tokens that it counts with.
@@ -336,15 +348,20 @@ def _restore_optimizer(optimizer: OptimizerState | None, branch: Any, tensors: _
             group[name] = own[name]
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The model's persistent buffers, such as running statistics; they are not averaged."""
+def model_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The model's persistent buffers by plain names, such as running statistics; they are not averaged."""
     trained = dict(model.named_parameters())
-    kept = {name: one for name, one in model.state_dict().items() if name not in trained and isinstance(one, Tensor)}
-    return {plain_name(name): one for name, one in kept.items()}
+    tied = {id(one) for one in trained.values()}  # a tied parameter has further names
+    kept = {
+        name: one
+        for name, one in model.state_dict(keep_vars=True).items()
+        if name not in trained and isinstance(one, Tensor) and id(one) not in tied
+    }
+    return {plain_name(name): one.detach() for name, one in kept.items()}
 
 
 def _restore_buffers(model: nn.Module, part: dict[str, Tensor]) -> None:
-    present = _buffers(model)
+    present = model_buffers(model)
     if {name: one.shape for name, one in present.items()} != {name: one.shape for name, one in part.items()}:
         raise ValueError("the model has other buffers now")
     for name, tensor in part.items():

@@ -77,9 +77,9 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
             yield bytes_of(flat[start : start + size].cpu())
 
 
-def file_header(named: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a safetensors file of these names and shapes; the values follow in the same order."""
-    return _header(((name, dtype, shape) for name, shape in named), {"__metadata__": dict(metadata)})
+def file_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file of these names, types and shapes; the values follow in the same order."""
+    return _header(tensors, {"__metadata__": dict(metadata)})
 
 
 def _header(

@@ -29,10 +29,19 @@ ReaderOption = Annotated[Path, typer.Option("--identity", help="A reader's keys,
 
 
 class Precision(StrEnum):
-    """Number format in which an export is fetched and written."""
+    """Number format in which an export is written; bfloat16 is also fetched so."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class ExportFormat(StrEnum):
+    """Values of ``ModelFormat``, whose module imports torch."""
+
+    safetensors = "safetensors"
+    hf = "hf"
+    gguf = "gguf"
 
 
 @app.command("log")
@@ -201,50 +210,97 @@ def checkpoint_command(
 @app.command("export")
 def export_command(
     run: Annotated[
-        str,
-        typer.Option(
+        str | None,
+        typer.Argument(
             envvar=INVITE_VARIABLE, help="An invite, or the folder of a run or of a checkpoint, with all stages."
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="Safetensors file to write.")] = Path("model.safetensors"),
-    precision: Annotated[Precision, typer.Option(help="bfloat16 takes half the bytes; only with an invite.")] = (
+    ] = None,
+    run_option: Annotated[str | None, typer.Option("--run", help="The same, as an option.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File or folder to write: model.safetensors, model/ or model.gguf.")
+    ] = None,
+    file_format: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="safetensors: by the recipe's names, for `shoal generate`; hf: a folder for transformers, with "
+            "tokenizer and model card; gguf: for llama.cpp.",
+        ),
+    ] = ExportFormat.safetensors,
+    precision: Annotated[Precision, typer.Option(help="Number format; bfloat16 is fetched in half the bytes.")] = (
         Precision.float32
     ),
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or its folder, that made a corpus of tokens.")
+    ] = None,
+    contributors: Annotated[
+        bool, typer.Option("--contributors", help="Name the peers of committed rounds in the model card.")
+    ] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an earlier export.")] = False,
+    push: Annotated[
+        str | None, typer.Option(help="Also upload it: hub://ORG/NAME or mlflow://NAME.", metavar="URL")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository on the Hub private.")] = False,
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Write a run's model for inference, from a running run (invite) or from checkpoints on this machine."""
     from shoal.swarm.protocol.invite import Invite, invite_text
 
-    run = invite_text(run)
-    invite = Invite.parse(run) if run.startswith("shoal://") else None
+    source = run_option or run
+    if source is None:
+        raise UserError("shoal export: name a run: its invite, or the folder of a run or of a checkpoint")
+    if file_format is not ExportFormat.hf and contributors:
+        raise UserError("--contributors: is for the model card of --format hf")
+    if file_format is ExportFormat.safetensors and (tokenizer is not None or push is not None):
+        raise UserError("--tokenizer and --push: are for --format hf and gguf")
+    if private and push is None:
+        raise UserError("--private: is for --push hub://ORG/NAME")
+    source = invite_text(source)
+    invite = Invite.parse(source) if source.startswith("shoal://") else None
+    import torch
+
+    from shoal.peer.exports.about import DEFAULT_NAMES, ExportOptions, ModelFormat, check_replaceable
+    from shoal.peer.exports.publish import open_target
     from shoal.peer.offline.export import export_from_run, export_model
 
-    rounded = precision is Precision.bfloat16
+    chosen, dtype = ModelFormat(file_format), getattr(torch, precision)
+    options = ExportOptions(chosen, dtype, tokenizer, contributors, replace)
+    out = out or Path(DEFAULT_NAMES[chosen])
+    check_replaceable(out, options)
+    target = open_target(push, private=private) if push is not None else None
     if invite is not None:
-        version = run_loop(export_from_run(invite, out, rounded=rounded))
-    elif rounded:
-        raise UserError("--precision bfloat16: needs a running run; give its invite, or leave the option out")
+        origin = run_loop(export_from_run(invite, out, options))
     else:
-        version = export_model(Path(run), out, _reader(identity))
-    console.print(f"Anchor version {version} written to {out}, its recipe to {out.with_suffix('.json')}")
+        origin = export_model(Path(source), out, _reader(identity), options)
+    beside = f", its recipe to {out.with_suffix('.json')}" if chosen is ModelFormat.safetensors else ""
+    console.print(f"Anchor version {origin.version} written to {out}{beside}", highlight=False)
+    if target is not None:
+        console.print(f"Uploaded to {target.push(out, origin)}", highlight=False)
 
 
 @app.command("generate")
 def generate_command(
-    model: Annotated[Path, typer.Argument(help="Model file written by `shoal export`.")],
+    model: Annotated[Path, typer.Argument(help="Model that `shoal export` wrote: a file, or a folder of hf.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens (bytes) to write.")] = 300,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.7,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among the K most likely tokens; 0 among all.")] = 50,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")] = 0,
 ) -> None:
-    """Sample text from an exported gpt model."""
-    from shoal.peer.offline.export import read_model
+    """Sample text from an exported model: of the recipe gpt, or a folder of --format hf."""
+    if model.is_dir():
+        from shoal.peer.exports.generation import generate_from_folder
+
+        print(generate_from_folder(model, prompt, tokens, temperature, top_k, seed))
+        return
+    from shoal.peer.exports.model_file import read_model
     from shoal.peer.recipes.gpt import Gpt, generate
 
     loaded = read_model(model)
     if not isinstance(loaded, Gpt):
-        raise RecipeError(f"{model}: is no model of the recipe gpt, the only one that `shoal generate` can run")
+        raise RecipeError(
+            f"{model}: is no model of the recipe gpt; export it with --format hf, and generate from that folder"
+        )
     text = generate(loaded, prompt.encode(), tokens, temperature, top_k or None, seed)
     print(prompt + text.decode(errors="replace"))
 

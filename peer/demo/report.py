@@ -19,8 +19,9 @@ from rich.text import Text
 
 from shoal.peer.demo.run_files import STAGE_MEMORY
 from shoal.peer.demo.run_log import Anchor, PeerLog, RunLog
+from shoal.peer.exports.model_file import read_model
 from shoal.peer.machine_memory import parse_memory
-from shoal.peer.offline.export import export_model, read_model
+from shoal.peer.offline.export import export_model
 from shoal.peer.offline.whole_model import WholeModel, use_newest
 from shoal.peer.pipeline.profile import profile_model
 from shoal.peer.recipes.gpt import Gpt, GptRecipe, generate

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from operator import is_not
@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from shoal.peer.checkpoints.local_state import model_buffers
 from shoal.peer.recipes import Recipe, layered_recipe, load_recipe
 from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.state_transfer.bfloat16_anchor import fetch_rounded_anchor
@@ -95,11 +96,13 @@ class StateShare:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """A live run; ``shares``: the run's one state, or those of all stages in their order."""
+    """A live run; ``shares``: the run's one state, or those of all stages in their order; ``buffers``: of the model
+    with which the run began, as its state has none."""
 
     client: CoordinatorClient
     recipe: Recipe
     shares: tuple[StateShare, ...]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def run_file(self) -> RunFile:
@@ -178,8 +181,9 @@ async def observe_run(invite: Invite) -> AsyncIterator[LiveRun]:
         start = RunStart(run.start, slots, None, node, node.trainers, _FETCH_S) if run.start is not None else None
         if run.pipeline is None:
             check_start_fits(run, recipe)
-            layout = ParameterVector(recipe.build_model(run.run.seed)).layout
-            yield LiveRun(client, recipe, (StateShare(client, layout, vectors, start),))
+            model = recipe.build_model(run.run.seed)
+            layout = ParameterVector(model).layout
+            yield LiveRun(client, recipe, (StateShare(client, layout, vectors, start),), model_buffers(model))
             return
         pipeline = client.view.pipeline
         if pipeline is None:

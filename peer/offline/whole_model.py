@@ -24,6 +24,7 @@ from shoal.peer.checkpoints.checkpoint import (
     MAX_VERDICTS,
     check_checkpoint,
     pack_verdicts,
+    read_buffers,
     read_checkpoint,
     read_verdicts,
 )
@@ -49,8 +50,10 @@ from shoal.peer.checkpoints.store import (
 from shoal.peer.checkpoints.tensors import file_pieces
 from shoal.peer.checkpoints.writer import CheckpointWriter
 from shoal.peer.history.catch_up import RoundApplier, roll_forward, rounds_after
+from shoal.peer.history.chain import check_chain
 from shoal.peer.history.history_file import HISTORY_FILE, unpack_history
 from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
+from shoal.peer.member.memberships import scope_of
 from shoal.peer.regular_file import read_regular
 from shoal.peer.training.anchor import AnchorState, GrowingDigest
 from shoal.swarm.durable import sync_folder
@@ -70,12 +73,20 @@ class StageState:
     """A stage's share of a whole model.
 
     ``about``: of a checkpoint of that stage; ``load`` reads the state that the last of ``verdicts`` made, and may raise
-    ``StateFileError``; ``pieces`` yields its anchor instead, checked, where that needs less memory."""
+    ``StateFileError``; ``pieces`` yields its anchor instead, checked, where that needs less memory; ``kept_in``: the
+    checkpoint that the model's buffers are taken from, which are its peer's; ``history``: reads the known verdicts up
+    to this state, checked, by scope."""
 
     about: CheckpointAbout
     verdicts: tuple[Verdict, ...]
     load: Callable[[], AnchorState]
     pieces: Callable[[], Iterator[Tensor]] | None = None
+    kept_in: tuple[CheckpointSource, Manifest] | None = None
+    history: Callable[[], list[Sequence[Verdict]]] = list
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Read the model's buffers, which are not averaged; none where the checkpoint is a copy for others."""
+        return read_buffers(*self.kept_in) if self.kept_in is not None else {}
 
     def anchor(self) -> Iterator[Tensor]:
         """Yield the anchor's values in their order, in pieces, (k,) float32; each is to be used before the next one is
@@ -262,14 +273,8 @@ class LoadableState:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """The known, unbroken part of the chain up to ``verdict``, oldest first."""
-        found = [self.verdict]
-        while len(found) < MAX_VERDICTS:
-            earlier = self.kept.known.get(found[-1].round - 1)
-            if earlier is None or earlier.chain != found[-1].previous_chain:
-                break
-            found.append(earlier)
-        return tuple(reversed(found))
+        """The known, unbroken part of the chain up to ``verdict``, oldest first, as far as checkpoints have room."""
+        return _unbroken(self.kept.known, self.verdict, MAX_VERDICTS)
 
     def load(self) -> AnchorState:
         """The checkpoint's state with the rounds of ``way`` applied. Raises ``StateFileError``."""
@@ -376,7 +381,8 @@ def _find(folder: Path, identity: Identity | None) -> _Found:
                 found.stages.append(KeptStage.read(place, source, manifest))
             else:
                 load, pieces = partial(_load, source, manifest), partial(_anchor, source, manifest)
-                whole = (StageState(manifest, (), load, pieces),)
+                history = partial(_whole_history, place, source, manifest)
+                whole = (StageState(manifest, (), load, pieces, (source, manifest), history),)
                 found.whole.append(
                     WholeModel(manifest.round, manifest.anchor_version, whole, (place,), is_in_stages=False)
                 )
@@ -456,7 +462,43 @@ def _stage_state(choices: Sequence[LoadableState]) -> StageState:
         assert refused is not None, "there is at least one"
         raise refused
 
-    return StageState(choices[0].kept.manifest, choices[0].verdicts, load)
+    first, kept = choices[0], choices[0].kept
+
+    def history() -> list[Sequence[Verdict]]:
+        return [_checked(kept.manifest, _unbroken(kept.known, first.verdict), kept.stage.number)]
+
+    return StageState(kept.manifest, first.verdicts, load, kept_in=(kept.source, kept.manifest), history=history)
+
+
+def _whole_history(place: Path, source: CheckpointSource, manifest: Manifest) -> list[Sequence[Verdict]]:
+    """The verdicts in a checkpoint of all parameters and beside it: the run's, or those of each stage."""
+    if manifest.parts is not None:
+        stages = range(len(manifest.parts))
+        return [_checked(manifest, read_verdicts(source, manifest, number), number) for number in stages]
+    own = {verdict.round: verdict for verdict in read_verdicts(source, manifest)}
+    beside = _history(place) if place.parent.name == CHECKPOINTS else {}
+    if manifest.round not in own:
+        return []
+    return [_checked(manifest, _unbroken({**beside, **own}, own[manifest.round]), None)]
+
+
+def _checked(manifest: Manifest, verdicts: Sequence[Verdict], stage: int | None) -> Sequence[Verdict]:
+    """Check hashes, links and signatures. Raises ``StateFileError``."""
+    run_hash, key = bytes.fromhex(manifest.run_hash), bytes.fromhex(manifest.coordinator_key)
+    scope, whole = 0 if stage is None else scope_of(stage), bool(verdicts) and verdicts[0].round == 0
+    check_chain(verdicts, run_hash, key, scope=scope, whole=whole)
+    return verdicts
+
+
+def _unbroken(known: Mapping[int, Verdict], last: Verdict, limit: int | None = None) -> tuple[Verdict, ...]:
+    """The known, unbroken part of the chain up to ``last``, oldest first, of at most ``limit`` verdicts."""
+    found = [last]
+    while limit is None or len(found) < limit:
+        earlier = known.get(found[-1].round - 1)
+        if earlier is None or earlier.chain != found[-1].previous_chain:
+            break
+        found.append(earlier)
+    return tuple(reversed(found))
 
 
 def _missing(kept: Sequence[KeptStage]) -> str:

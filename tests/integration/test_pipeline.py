@@ -22,8 +22,10 @@ from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
 from shoal.peer.cli.main import app
+from shoal.peer.exports.about import ExportOptions, ModelOrigin
+from shoal.peer.exports.model_file import read_model
 from shoal.peer.folders import stage_folder
-from shoal.peer.offline.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
+from shoal.peer.offline.export import export_from_run, export_model, gather_checkpoint, gather_from_run
 from shoal.peer.offline.replay import replay
 from shoal.peer.offline.verify import Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.coordinator.events import InScope, MemberLost, RoundPlanned, VerdictGiven
@@ -157,14 +159,15 @@ def check_live(host: Host, members: Sequence[Member], folder: Path) -> None:
     """Check what guests of the live run get: all stages of one version, as their replicas had it."""
     invite = Invite.parse(host.invite)
 
-    async def look() -> tuple[Manifest, int, int]:
+    async def look() -> tuple[Manifest, ModelOrigin, ModelOrigin]:
         return await asyncio.gather(
             gather_from_run(invite, folder / "live", Identity.generate()),
             export_from_run(invite, folder / "live.safetensors"),
-            export_from_run(invite, folder / "rounded.safetensors", rounded=True),
+            export_from_run(invite, folder / "rounded.safetensors", ExportOptions(dtype=torch.bfloat16)),
         )
 
-    made, *versions = asyncio.run(look())
+    made, *origins = asyncio.run(look())
+    versions = [origin.version for origin in origins]
     shows(host.invite)
     assert made.parts is not None
     assert min(versions) > 0
@@ -207,7 +210,7 @@ def check_kept(members: Sequence[Member], folder: Path) -> None:
     whole = trained(members)
     check_replay(members)
     for kept in ("checkpoints", "rounds"):
-        assert export_model(folder, folder / "kept.safetensors") == ROUNDS
+        assert export_model(folder, folder / "kept.safetensors").version == ROUNDS
         assert torch.equal(values(folder / "kept.safetensors"), whole), kept
         for newest in folder.glob(f"*/state/*/*/{stage_folder(Path(), 1)}/{CHECKPOINTS}/round-{ROUNDS - 1:08}"):
             newest.rename(folder / f"{newest.parents[2].name}-newest")  # from now on the stage's rounds are made again
@@ -230,7 +233,7 @@ def check_copied(folder: Path, whole: Tensor) -> None:
     remote, me = RemoteStore.open(f"file://{folder / 'copies'}"), Identity.generate()
     found = CheckpointRestorer(remote, folder / "restored", me, print).restore(find_copies(remote))
     assert len(found) == STAGES
-    assert export_model(folder / "restored", folder / "restored.safetensors") == ROUNDS
+    assert export_model(folder / "restored", folder / "restored.safetensors").version == ROUNDS
     assert torch.equal(values(folder / "restored.safetensors"), whole)
 
 

@@ -11,6 +11,7 @@ from tests.integration.test_pipeline import BATCH, CONTEXT, MEMORY, ROUNDS, STAG
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from shoal.peer.checkpoints.source import FolderSource
+from shoal.peer.exports.about import ExportOptions
 from shoal.peer.offline.export import export_from_run, gather_from_run
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import Identity
@@ -76,7 +77,7 @@ def test_what_a_run_starts_from_can_be_exported_before_its_first_round_has_ended
         if name == "stages":
             with pytest.raises(StateFileError, match="no round of the run has been committed yet"):
                 asyncio.run(gather_from_run(invite, swarm.folder / "checkpoint", Identity.generate()))
-        asyncio.run(export_from_run(invite, out, rounded=dtype is torch.bfloat16))
+        asyncio.run(export_from_run(invite, out, ExportOptions(dtype=dtype)))
         assert torch.equal(values(out), before.state.anchor.to(dtype).float())
         member.leave()
         host.stop()

@@ -23,7 +23,7 @@ from tests.integration.harness import (
 )
 
 from shoal.peer.checkpoints.store import CHECKPOINTS, folder_name
-from shoal.peer.offline.export import read_model
+from shoal.peer.exports.model_file import read_model
 from shoal.swarm.errors import Diverged, UserError
 
 pytestmark = pytest.mark.integration
@@ -140,9 +140,9 @@ def test_an_export_in_bfloat16_is_the_rounded_anchor(swarm: Swarm) -> None:
     assert one.keys() == rounded.keys()
     assert all(torch.equal(rounded[name], one[name].bfloat16()) for name in one)
     read_model(half)
-    refused = swarm.command("export-half-saved", *SHOAL, *wanted, str(members[0].folder))
-    assert refused.exit_code(START_S) == UserError.exit_code
-    assert "give its invite" in refused.text()
+    again = swarm.command("export-again", *SHOAL, *wanted, host.invite)
+    assert again.exit_code(START_S) == UserError.exit_code
+    assert "exists already" in again.text()
     finish(host, members)
 
 

@@ -232,7 +232,7 @@ def test_it_is_verified_and_exported_by_its_readers(tmp_path: Path) -> None:
             assert "sealed" in refused.reason
             assert refused.is_for_others
         out = tmp_path / "out" / "model.safetensors"
-        assert export_model(folder, out, READER) == 3
+        assert export_model(folder, out, READER).version == 3
         with pytest.raises(SealedForOthers, match="sealed"):
             export_model(folder, tmp_path / "other" / "model.safetensors")
 

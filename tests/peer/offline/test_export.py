@@ -45,7 +45,7 @@ def keep_all(folder: Path, chains: Sequence[Sequence[Verdict]], number: int) -> 
 
 def exported(folder: Path, out: Path) -> tuple[int, Tensor]:
     """Version and values of the exported model, in the layout's order."""
-    version = export_model(folder, out / "model.safetensors")
+    version = export_model(folder, out / "model.safetensors").version
     tensors = load_file(out / "model.safetensors")
     assert sorted(tensors) == sorted(NAMES)
     return version, torch.cat([tensors[name].reshape(-1) for name in NAMES])
