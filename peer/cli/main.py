@@ -605,6 +605,13 @@ def doctor_command(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
     max_memory: Annotated[str, typer.Option(help="Memory of this machine that a run could use, such as 8G.")] = "",
     max_device_memory: Annotated[str, typer.Option(help="The same of the GPU's own memory.")] = "",
+    gpu_memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Predict only what GPUs of this size, such as 24G, could train of the run file; may be repeated.",
+        ),
+    ] = None,
     data: DataOption = None,
     bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on, as for `shoal join`.")] = "0.0.0.0",
     port_mapping: PortMapping = True,
@@ -622,6 +629,16 @@ def doctor_command(
     from shoal.swarm.protocol.relay_url import RelayUrl
 
     invite = Invite.read(subject) if subject.startswith(("shoal://", "@")) else None
+    if gpu_memory:
+        from shoal.peer.cli.doctor_gpu import predict, prediction_report
+
+        if invite is not None or not subject:
+            raise UserError("--gpu-memory is for a run file: shoal doctor RUN.toml --gpu-memory 24G")
+        sizes = [size for text in gpu_memory if (size := _memory("--gpu-memory", text)) is not None]
+        with console.status("Predicting the memory of a step"):
+            predicted = predict(Path(subject), data or ())
+        console.print(prediction_report(predicted, sizes))
+        return
     bind_to, relays = split_host_port(bind), [RelayUrl.parse(url).address for url in relay or ()]
     if invite is None:
         from shoal.peer.cli.doctor import examine, report

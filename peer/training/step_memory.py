@@ -39,6 +39,12 @@ class StepMemory:
     once: int
     sample: int
 
+    @classmethod
+    def of(cls, one: int, two: int) -> StepMemory:
+        """Tell them apart by the peaks of a step of one sample and of two."""
+        sample = max(1, two - one)
+        return cls(max(0, one - sample), sample)
+
     def samples_in(self, room: int) -> int:
         """Return how many samples ``room`` bytes hold."""
         return max(0, room - self.once) // self.sample
@@ -81,25 +87,24 @@ def without_trace(model: nn.Module) -> Iterator[None]:
 
 def _samples_that_fit(model: nn.Module, loss_of: LossOf, batch: int, room: int) -> int:
     device = next(model.parameters()).device
-    one = _peak_of(model, loss_of, 1, room)
+    one = step_peak(model, loss_of, 1, room)
     try:
-        two = _peak_of(model, loss_of, 2, room) if batch > 1 else math.inf
+        two = step_peak(model, loss_of, 2, room) if batch > 1 else math.inf
     except DeviceError:
         two = math.inf
     if two > room:
         return 1
-    sample = max(1, int(two) - one)
-    samples = min(batch, max(1, StepMemory(max(0, one - sample), sample).samples_in(room)))
+    samples = min(batch, max(1, StepMemory.of(one, int(two)).samples_in(room)))
     while has_own_memory(device) and samples > 2:  # an allocator needs some more for many samples than for two
         try:
-            _peak_of(model, loss_of, samples, room)
+            step_peak(model, loss_of, samples, room)
             break
         except DeviceError:
             samples = samples * 3 // 4
     return samples
 
 
-def _peak_of(model: nn.Module, loss_of: LossOf, samples: int, most: int) -> int:
+def step_peak(model: nn.Module, loss_of: LossOf, samples: int, most: int) -> int:
     """Return the peak of a step with gradients in place; leaves none behind. Raises ``DeviceError``."""
     trained = [one for one in model.parameters() if one.requires_grad]
     for one in trained:

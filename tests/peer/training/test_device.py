@@ -118,6 +118,21 @@ def test_a_device_that_is_not_here_is_refused(asked: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("here", "expected"),
+    [({"cuda", "xpu", "mps"}, "cuda"), ({"xpu", "mps"}, "xpu"), ({"mps"}, "mps"), (set(), "cpu")],
+)
+def test_auto_takes_the_accelerator_that_is_here(
+    monkeypatch: pytest.MonkeyPatch, here: set[str], expected: str
+) -> None:
+    for name, module in (("cuda", torch.cuda), ("xpu", torch.xpu), ("mps", torch.backends.mps)):
+        monkeypatch.setattr(module, "is_available", lambda name=name: name in here)
+    assert choose_device("auto") == torch.device(expected)
+    if "mps" not in here:
+        with pytest.raises(DeviceError, match="no Mac with Metal"):
+            choose_device("mps")
+
+
+@pytest.mark.parametrize(
     ("device", "has_bfloat16", "scales_loss", "expected"),
     [
         ("cuda", True, True, "bfloat16"),

@@ -142,13 +142,13 @@ def test_blocks_are_computed_again_where_a_sample_does_not_fit(caplog: pytest.Lo
     def loss_of(samples: int) -> Tensor:
         return recipe.loss(model, batch_of(samples))
 
-    plain = step_memory._peak_of(model, loss_of, 1, 100 * MIB)
+    plain = step_memory.step_peak(model, loss_of, 1, 100 * MIB)
     assert plan_micro_batch(model, loss_of, 4, 2 * plain) >= 2
     assert "computed again" not in caplog.text
     room = plain * 3 // 4
     assert plan_micro_batch(model, loss_of, 4, room) >= 1
     assert "the activations of 4 blocks are computed again" in caplog.text
-    assert step_memory._peak_of(model, loss_of, 1, room) <= room
+    assert step_memory.step_peak(model, loss_of, 1, room) <= room
     with pytest.raises(DeviceError, match="one sample needs"):
         plan_micro_batch(model, loss_of, 4, room // 20)
 
