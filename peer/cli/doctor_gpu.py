@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.machine_memory import memory_text
 from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.training.device import autocast
@@ -72,7 +73,7 @@ class PredictedModel:
         return PredictedMember(gpu_bytes, ranks, state, host, 0, recomputes=False)
 
 
-def predict(run_path: Path, data: Sequence[Path] = ()) -> PredictedModel:
+def predict(run_path: Path, data: DataPlaces = NOWHERE) -> PredictedModel:
     """Predict the memory of a run's whole model. Raises ``RunFileError``, ``RecipeError`` or ``CorpusError``."""
     run = load_run_file(run_path)[1]
     if run.recipe.name == "own":

@@ -636,7 +636,7 @@ def doctor_command(
             raise UserError("--gpu-memory is for a run file: shoal doctor RUN.toml --gpu-memory 24G")
         sizes = [size for text in gpu_memory if (size := _memory("--gpu-memory", text)) is not None]
         with console.status("Predicting the memory of a step"):
-            predicted = predict(Path(subject), data or ())
+            predicted = predict(Path(subject), DataPlaces.of(data or ()))
         console.print(prediction_report(predicted, sizes))
         return
     bind_to, relays = split_host_port(bind), [RelayUrl.parse(url).address for url in relay or ()]
