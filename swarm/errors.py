@@ -16,6 +16,7 @@
     │   ├── WrongEvidence       57    evidence for an expulsion is missing, damaged, or does not prove it
     │   ├── TermsError          56    a term under which this machine is lent to runs
     │   ├── Diverged            19    training produces infinite values or NaN
+    │   ├── StudyError          64    a study of trials, or its folder
     │   ├── DirectoryError      58    a directory of runs, a run's card, or a run of that name in them
     │   └── NotAccepted         50    the owner of this machine has not agreed to the run
     │       └── RunAmended      59    ... and not to what its host has changed since
@@ -137,6 +138,12 @@ class DirectoryError(UserError):
     """A directory of runs or a run's card cannot be read or is forged, or no single run there has that name."""
 
     exit_code = 58
+
+
+class StudyError(UserError):
+    """A study's file or folder cannot be used; names the file, the field and what was expected."""
+
+    exit_code = 64
 
 
 class NotAccepted(UserError):

@@ -293,7 +293,10 @@ def test_imports_go_from_peer_to_swarm_to_compression() -> None:
     complain(problems, "imports go one way, peer -> swarm -> compression:")
 
 
-HOSTS = {"shoal.peer.cli.access", "shoal.peer.cli.audits", "shoal.peer.cli.host", "shoal.peer.cli.host_events"}
+HOSTS = {
+    *("shoal.peer.cli.access", "shoal.peer.cli.audits", "shoal.peer.cli.host", "shoal.peer.cli.host_events"),
+    "shoal.peer.trials.conduct",
+}
 """The modules of a host, the only ones of peer/ that run a coordinator and read its journal."""
 
 

@@ -92,7 +92,7 @@ class Consent:
         self._console.print(terms_table(terms))
         kept = _Accepted(run=digest, folders=[str(one) for one in terms.folders])
         if self._accept:
-            _check_accepted(self._accept, digest)
+            check_accepted(self._accept, digest)
         elif not terms.files or _read(folder, ACCEPTED_FILE, _Accepted) == kept:
             return
         elif not _somebody_is_there(self._console):
@@ -136,7 +136,7 @@ def _somebody_is_there(console: Console) -> bool:
     return sys.stdin.isatty() and console.is_terminal
 
 
-def _check_accepted(given: str, digest: str) -> None:
+def check_accepted(given: str, digest: str) -> None:
     """Compare the hash with the given one: in hex digits, or as an invite has it. Raises ``NotAccepted``."""
     digits = given.lower()
     if not re.fullmatch(rf"[0-9a-f]{{{_LEAST_DIGITS},64}}", digits):

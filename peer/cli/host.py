@@ -190,14 +190,14 @@ async def host(
     keys = port_keys(runs)
     stop = asyncio.Event()
     call_on_signals(stop.set)
-    address = (options.bind[0], options.bind[1] or next(filter(None, (_earlier_port(one.state) for one in runs)), 0))
+    address = (options.bind[0], options.bind[1] or next(filter(None, (earlier_port(one.state) for one in runs)), 0))
     async with AsyncExitStack() as ending:
-        journal = await ending.enter_async_context(_leased(runs[0], options, keys)) if len(run_paths) == 1 else None
+        journal = await ending.enter_async_context(leased(runs[0], options, keys)) if len(run_paths) == 1 else None
         front = await ending.enter_async_context(CoordinatorFront.open(keys, address, names))
         pages = ending.enter_context(_pages(options.web)) if options.web is not None else None
-        shared = _Host(front, pages, options, stop, on_start, on_event)
+        shared = ServingHost(front, pages, options, stop, on_start, on_event)
         if journal is not None:
-            await _serve(shared, runs[0], journal)
+            await serve(shared, runs[0], journal)
             return
         async with task_scope() as tasks:
             kept = [tasks.create_task(_keep_serving(shared, one)) for one in runs]
@@ -207,7 +207,7 @@ async def host(
 
 
 @dataclass(frozen=True)
-class _Host:
+class ServingHost:
     """What all runs of a host share. ``pages``: the server of their page, if there is one."""
 
     front: CoordinatorFront
@@ -234,11 +234,11 @@ def _pages(web: tuple[str, int]) -> Iterator[PageServer]:
 async def _prepared_runs(run_paths: Sequence[Path], options: HostOptions) -> list[HostedRun]:
     """Prepare all runs that can be served. Raises the error of a single one, and ``HostCrashed`` when none is left."""
     if len(run_paths) == 1:
-        return [await _prepared(run_paths[0], options)]
+        return [await prepared(run_paths[0], options)]
     runs: list[HostedRun] = []
     for path in run_paths:
         try:
-            one = await _prepared(path, options)
+            one = await prepared(path, options)
             kept_port_keys(one.state, one.identity)
             runs.append(one)
         except ShoalError as error:
@@ -248,7 +248,7 @@ async def _prepared_runs(run_paths: Sequence[Path], options: HostOptions) -> lis
     return runs
 
 
-async def _prepared(run_path: Path, options: HostOptions) -> HostedRun:
+async def prepared(run_path: Path, options: HostOptions) -> HostedRun:
     """Read a run file, and complete it. Raises ``RunFileError`` and what is wrong with the run on this machine."""
     text, run = load_run_file(run_path)
     if unused := unused_inner_settings(run, own_loop=run.recipe.name == "own"):
@@ -263,7 +263,7 @@ async def _prepared(run_path: Path, options: HostOptions) -> HostedRun:
 
 
 @asynccontextmanager
-async def _leased(one: HostedRun, options: HostOptions, keys: CurveKeys) -> AsyncIterator[tuple[LocalJournal, int]]:
+async def leased(one: HostedRun, options: HostOptions, keys: CurveKeys) -> AsyncIterator[tuple[LocalJournal, int]]:
     """Hold a run's journal, which its host's keys fit; yields it with the lease's epoch. Raises ``FolderInUse``,
     ``IdentityError`` and ``StorageError``."""
     journal = LocalJournal(one.state, one.run.hash, one.text, one.backup)
@@ -287,14 +287,14 @@ def _take_lease(journal: LocalJournal, one: HostedRun, options: HostOptions, key
     return epoch
 
 
-async def _keep_serving(shared: _Host, one: HostedRun) -> bool:
+async def _keep_serving(shared: ServingHost, one: HostedRun) -> bool:
     """Serve one of several runs; begin again, after longer and longer pauses, when it fails. Returns False when it has
     failed too often, or for a reason that does not pass by itself."""
     restarts = Restarts()
     while not shared.stop.is_set():
         try:
-            async with _leased(one, shared.options, shared.front.node.control.keys) as journal:
-                await _serve(shared, one, journal)
+            async with leased(one, shared.options, shared.front.node.control.keys) as journal:
+                await serve(shared, one, journal)
         except NEEDS_A_PERSON as error:
             log.error(
                 "the run %s cannot go on: %s. It is not served until that is put right and the host is started again; "
@@ -322,7 +322,7 @@ async def _keep_serving(shared: _Host, one: HostedRun) -> bool:
     return True
 
 
-async def _serve(shared: _Host, one: HostedRun, leased: tuple[LocalJournal, int]) -> None:
+async def serve(shared: ServingHost, one: HostedRun, leased: tuple[LocalJournal, int]) -> None:
     """Serve a run until ``stop``. Raises what it cannot go on from."""
 
     def report(decided: JournalEvent) -> None:
@@ -334,7 +334,7 @@ async def _serve(shared: _Host, one: HostedRun, leased: tuple[LocalJournal, int]
     text, run, state, identity, backup = one.text, one.run, one.state, one.identity, one.backup
     async with AsyncExitStack() as ending, shared.front.serving(text, run, identity, *leased) as service:
         port = service.node.control_port
-        advertised = options.advertise or (() if options.via else ((_own_address(options.bind[0]), port),))
+        advertised = options.advertise or (() if options.via else ((own_address(options.bind[0]), port),))
         addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
         relays = HostRelays(identity, run.hash, service.node)
         service.relays.host = relays
@@ -581,7 +581,7 @@ def say_reach(addresses: Sequence[Address]) -> str:
 # Ports, keys and limits -----------------------------------------------------------------------------------------
 
 
-def _earlier_port(state: Path) -> int:
+def earlier_port(state: Path) -> int:
     """Read the port of the last start, so that invites stay valid; 0 when there was none."""
     try:
         return int((state / _PORT_FILE).read_text())
@@ -652,7 +652,7 @@ def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
         raise StorageError(f"{path}: cannot be written: {error}") from error
 
 
-def _own_address(bind: str) -> str:
+def own_address(bind: str) -> str:
     """Find the address for the invite: the bound one, or that of the interface that leads outside."""
     if bind not in ("0.0.0.0", "::", "*"):
         return bind

@@ -44,7 +44,7 @@ from shoal.peer.options import (
     StartFrom,
 )
 from shoal.swarm import system
-from shoal.swarm.errors import RunAmended, RunEnded, ShoalError, UserError
+from shoal.swarm.errors import RunAmended, RunEnded, ShoalError, UnknownRun, UserError
 from shoal.swarm.system import run_loop
 
 if TYPE_CHECKING:
@@ -269,6 +269,71 @@ def host_command(
         run_loop(host(runs, options, on_start, on_event))
 
 
+@app.command("trials")
+def trials_command(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study file.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of the study and its report; by default in ~/.shoal/studies.")
+    ] = None,
+    bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")] = (
+        f"0.0.0.0:{DEFAULT_PORT}"
+    ),
+    advertise: Annotated[str, typer.Option(help="HOST[:PORT] that the invite names; several with commas.")] = "",
+    device: Annotated[str, typer.Option(help="Where the held-out loss is computed: auto, cpu, cuda, …")] = "auto",
+    no_pins: Annotated[
+        bool, typer.Option("--no-pins", help="Let the first member of each trial define model, data and first state.")
+    ] = False,
+    data: DataOption = None,
+    no_relay: Annotated[
+        bool, typer.Option("--no-relay", help="Run no relay beside, for members that cannot be dialed.")
+    ] = False,
+    log_json: LogJson = None,
+    verbose: Verbose = False,
+) -> None:
+    """Look for good settings of a run: each trial is a short run on the peers that have joined the study.
+
+    After a stop or a crash, the same command goes on. Trials that look worse than others are ended early."""
+    from shoal.peer.cli.host import HostOptions, warn_descriptors
+    from shoal.peer.terminal.events import plain_line
+    from shoal.peer.terminal.reporter import Reporter, setup_logging
+    from shoal.peer.trials.study_file import load_study
+    from shoal.swarm.protocol.addresses import split_host_port
+    from shoal.swarm.protocol.invite import Invite, parse_advertised
+
+    setup_logging(console, verbose)
+    warn_descriptors(allow_descriptors())
+    loaded = load_study(study)
+    from shoal.peer.training.device import choose_device
+    from shoal.peer.trials.conduct import StudyConductor, StudyOptions
+    from shoal.peer.trials.ledger import TrialRow
+    from shoal.peer.trials.report import trials_table, write_plot, write_results
+
+    place = folder or SHOAL_HOME / "studies" / loaded.study.name
+    addresses = split_host_port(bind, DEFAULT_PORT), parse_advertised(advertise)
+    host = HostOptions(None, place, *addresses, pin=not no_pins, data=DataPlaces.of(data or ()), relay=not no_relay)
+
+    def on_start(invite: Invite) -> None:
+        console.print(f"Study   [bold]{loaded.study.name}[/]  hash {loaded.hash.hex()[:16]}")
+        console.print(f"Files   {place}")
+        console.print("Invite  (this command joins a machine to all trials)")
+        console.print(f"\n  shoal join '{invite}'\n", soft_wrap=True, highlight=False)
+
+    def on_trial(row: TrialRow) -> None:
+        console.print(row.text, markup=False, highlight=False, soft_wrap=True)
+
+    with Reporter(console, log_json) as reporter:
+
+        def on_event(event: Event) -> None:
+            reporter.record(event)
+            console.print(plain_line(event, event["run"]), markup=False, highlight=False, soft_wrap=True)
+
+        options = StudyOptions(place, host, choose_device(device))
+        rows = run_loop(StudyConductor(loaded, options, on_start, on_event, on_trial).run())
+    write_results(loaded, rows, place)
+    write_plot(loaded, rows, place)
+    console.print(trials_table(loaded, rows))
+
+
 @app.command("relay")
 def relay_command(
     bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one, 443 works, too.")] = (
@@ -459,7 +524,22 @@ def join_command(
     choices = [TrackerChoice.parse(text) for text in track or ()]
     notices = SpotNotices(spot) if spot is not None else None
 
-    def join_one(invite: Invite) -> bool:
+    def join_study(invite: Invite) -> bool:
+        """Take part in the trials of a study until it ends; as ``join_one``."""
+        from shoal.peer.cli.consent import check_accepted
+        from shoal.peer.trials.door import trials_to_join
+
+        if accept:
+            check_accepted(accept, invite.run_hash.hex())
+        for trial in trials_to_join(invite):
+            try:
+                if not join_one(trial, trial.run_hash.hex() if accept else ""):
+                    return False
+            except (RunEnded, UnknownRun) as error:
+                log.info("%s; looking for the next trial", error)
+        return True
+
+    def join_one(invite: Invite, accept: str) -> bool:
         """Take part in one run until it ends; returns whether to go on to the next one. Raises ``_Paused``, and
         ``RunAmended`` where the owner does not agree to what has become of the run."""
         while True:
@@ -471,13 +551,13 @@ def join_command(
                     if notices is not None and (notice := notices.look()):
                         log.warning("the provider takes this machine back (%s): this peer does not join", notice)
                         raise typer.Exit(TERMINATED)
-                    return train(invite, keeper, reporter)
+                    return train(invite, accept, keeper, reporter)
             except RunAmended as amended:
                 from shoal.peer.cli.consent import Consent
 
                 Consent(console).ask_again(amended, invite.run_hash, keeper.folder)
 
-    def train(invite: Invite, keeper: GuestKeeper, reporter: Reporter) -> bool:
+    def train(invite: Invite, accept: str, keeper: GuestKeeper, reporter: Reporter) -> bool:
         from shoal.peer.checkpoints.manifest import MANIFEST
         from shoal.peer.cli.consent import Consent, agreed_ends
         from shoal.peer.cli.join import Ending, Work, run_member
@@ -545,7 +625,7 @@ def join_command(
         known = resume_as if number == resume_at else ""
         joined = Invite.parse(known) if known else named_invite(one, directory) or Invite.read(one)
         try:
-            if not join_one(joined):
+            if not (join_study(joined) if joined.is_study else join_one(joined, accept)):
                 return
         except (RunEnded, RunAmended) as error:
             if number + 1 == len(runs):

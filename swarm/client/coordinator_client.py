@@ -16,7 +16,16 @@ from typing import TypeVar
 
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.deadlines import CONNECT_S, Deadlines
-from shoal.swarm.errors import DeadlineExceeded, LinkError, RunChanged, Superseded, TryLater, Unreachable, WireError
+from shoal.swarm.errors import (
+    DeadlineExceeded,
+    InviteError,
+    LinkError,
+    RunChanged,
+    Superseded,
+    TryLater,
+    Unreachable,
+    WireError,
+)
 from shoal.swarm.protocol.addresses import Reach, least_reach, may_dial
 from shoal.swarm.protocol.amendments import amended, changes_at
 from shoal.swarm.protocol.evidence import evidence_id
@@ -231,6 +240,8 @@ async def fetch_run(connector: CoordinatorConnector, invite: Invite) -> Publishe
 
     Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``ProtocolMismatch``, ``RunFileError`` for an invalid run
     file, and ``RunChanged`` for one that the invite does not name."""
+    if invite.is_study:
+        raise InviteError(f"this invite is to the study {invite.run!r}, of which `shoal join` takes part in each run")
     ask = PeerToCoordinatorGetRun(run=invite.run)
     answer = await connector.request_anywhere(ask, CoordinatorToPeerRun, CONNECT_S, CONNECT_S)
     verify_certificate(answer.coordinator)

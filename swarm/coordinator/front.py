@@ -25,7 +25,7 @@ class CoordinatorFront:
 
     def __init__(self, node: Node, runs: tuple[str, ...]) -> None:
         self.node = node
-        self._runs = runs
+        self._runs = list(runs)
         self._services: dict[str, CoordinatorService] = {}
         node.control.guard.is_member = self._is_member
         node.control.without_handlers = self._why_not
@@ -58,6 +58,14 @@ class CoordinatorFront:
                 yield service
         finally:
             del self._services[service.name]
+
+    def expect(self, run: str) -> None:
+        """Have members of a run wait for it while it is not running."""
+        self._runs.append(run)
+
+    def forget(self, run: str) -> None:
+        """Say of a run from now on that it is not served here."""
+        self._runs.remove(run)
 
     def _is_member(self, key: bytes) -> bool:
         return any(service.knows_key(key) for service in self._services.values())

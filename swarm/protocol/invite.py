@@ -35,20 +35,23 @@ class Invite:
 
     ``addresses``: of the coordinator now or in future, the likeliest first, and of relays that it is reached over.
     ``key``: its CURVE public key, 32 bytes, the same at all addresses. ``run_hash``: of the run file, 32 bytes.
-    ``token``: what lets its holder in (``invite_token.py``), a secret; empty where the run needs none."""
+    ``token``: what lets its holder in (``invite_token.py``), a secret; empty where the run needs none.
+    ``is_study``: the invite is to all runs of a study, which ``run`` and ``run_hash`` name."""
 
     addresses: tuple[Address, ...]
     run: str
     key: bytes
     run_hash: bytes
     token: bytes = field(default=b"", repr=False)
+    is_study: bool = False
 
     def __str__(self) -> str:
         where = ",".join(str(address) for address in self.addresses if not address.is_relayed)
         relays = ",".join(str(address) for address in self.addresses if address.is_relayed)
         via = f"&via={relays}" if relays else ""
         token = f"&t={_encode(self.token)}" if self.token else ""
-        return f"shoal://{where}/{quote(self.run)}?key={_encode(self.key)}&run={_encode(self.run_hash)}{via}{token}"
+        what = "study" if self.is_study else "run"
+        return f"shoal://{where}/{quote(self.run)}?key={_encode(self.key)}&{what}={_encode(self.run_hash)}{via}{token}"
 
     @classmethod
     def read(cls, text: str) -> Invite:
@@ -74,7 +77,9 @@ class Invite:
         if not _RUN.fullmatch(run):
             raise InviteError(f"the invite names no run after the port; {_EXPECTED}")
         addresses = _parse_addresses(authority, query.get("via", [""])[0])
-        return cls(addresses, run, _decode("key", query), _decode("run", query), _decode_token(query))
+        is_study = "study" in query
+        digest = _decode("study" if is_study else "run", query)
+        return cls(addresses, run, _decode("key", query), digest, _decode_token(query), is_study)
 
 
 def invite_text(text: str) -> str:

@@ -103,7 +103,7 @@ PROTOCOL_VERSION = 1
 
 
 class PeerToCoordinatorJoinRun(Message):
-    """Join a run. One of the two requests that strangers may make; ``GetRun`` is the other."""
+    """Join a run. Strangers may make this request, ``GetRun`` and ``FindTrial``."""
 
     run: Annotated[str, Field(max_length=100)]
     certificate: Certificate
@@ -111,6 +111,12 @@ class PeerToCoordinatorJoinRun(Message):
     role: Role
     device: DeviceInfo
     addresses: ClaimedAddresses
+    token: Token = b""
+
+
+class PeerToCoordinatorFindTrial(Message):
+    """Ask for a trial of a study to join. ``token``: of the study's invite."""
+
     token: Token = b""
 
 
@@ -356,6 +362,18 @@ class PeerToCoordinatorGetVerdicts(Message):
 
 
 # Coordinator to peer ------------------------------------------------------------------------------------
+
+
+class CoordinatorToPeerTrial(Message):
+    """The study, in JSON, and one of its trials that may be joined now; ``number`` None: none at the moment, or
+    (``has_ended``) none any more. ``values``: the trial's settings, in JSON; ``invite``: to its run."""
+
+    study: Annotated[str, Field(max_length=400_000)]
+    coordinator: Certificate
+    has_ended: bool = False
+    number: Annotated[int, Field(ge=0, le=10**6)] | None = None
+    values: Annotated[str, Field(max_length=20_000)] = "{}"
+    invite: Annotated[str, Field(max_length=4000, repr=False)] = ""
 
 
 class CoordinatorToPeerRun(Message):
