@@ -1,7 +1,7 @@
 """Ranks of an island that hold stages of a pipeline, compared by rank 0 with one process that holds them.
 
-``python island_stages.py FOLDER RANK RANKS TENSOR_PARALLEL RECOMPUTE``: rank 0 prints the largest relative differences
-as JSON. Two spans come one after the other: stages 0 and 1, and the model's last one."""
+``python island_stages.py FOLDER RANK RANKS TENSOR_PARALLEL RECOMPUTE RECIPE``: rank 0 prints the largest relative
+differences as JSON. Two spans come one after the other: stages 0 and 1, and the model's last one."""
 
 import json
 import sys
@@ -49,6 +49,18 @@ tokens = 120
 max_s = 60
 """
 BOUNDARIES = (0, 2, 3, 5)
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+"""The same sizes for the recipe ``hf``, whose blocks run within the architecture's own code."""
 CPU = torch.device("cpu")
 SIZES = (5, 4, 1)
 """Samples of the micro-batches: unequal shares, equal ones, and one of which some ranks have none."""
@@ -139,18 +151,20 @@ def go_through(held: Held) -> list[Tensor]:
 
 
 def main() -> None:
-    folder, rank, ranks, tensor_parallel, recompute = sys.argv[1:]
+    folder, rank, ranks, tensor_parallel, recompute, name = sys.argv[1:]
     torch.set_num_threads(1)
     init_process_group(folder, int(rank), int(ranks), on_gpus=False)
     shape = (int(ranks) // int(tensor_parallel), int(tensor_parallel))
     island = Island(init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")))
     run = parse_run_file(TOML)
-    recipe: Any = find_recipe("gpt")(run.recipe.settings, DataSection(source="stdlib"), ())
+    settings = run.recipe.settings if name == "gpt" else {"context": 8, "config": LLAMA}
+    recipe: Any = find_recipe(name)(settings, DataSection(source="stdlib"), ())
+    cuts = recipe.tensor_parallel() if name == "gpt" else {}
     if not island.leads:
-        FollowingStages(island, run, recipe, CPU, recipe.tensor_parallel()).serve()
+        FollowingStages(island, run, recipe, CPU, cuts).serve()
         return
     differences = []
-    lead = StageRanks(island, recipe.tensor_parallel())
+    lead = StageRanks(island, cuts)
     for span in ((0, 1), (2,)):
         alone = go_through(Held(run, recipe, span, None, recompute == "true"))
         together = go_through(Held(run, recipe, span, lead, recompute == "true"))

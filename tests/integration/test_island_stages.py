@@ -15,21 +15,24 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "tensor_parallel", "recompute"),
+    ("ranks", "tensor_parallel", "recompute", "recipe"),
     [
-        (3, 1, "false"),
-        pytest.param(3, 1, "true", marks=pytest.mark.matrix),
-        pytest.param(2, 2, "false", marks=pytest.mark.matrix),
-        pytest.param(4, 2, "false", marks=pytest.mark.matrix),
+        (3, 1, "false", "gpt"),
+        pytest.param(3, 1, "true", "gpt", marks=pytest.mark.matrix),
+        pytest.param(2, 2, "false", "gpt", marks=pytest.mark.matrix),
+        pytest.param(4, 2, "false", "gpt", marks=pytest.mark.matrix),
+        pytest.param(2, 1, "false", "hf", marks=pytest.mark.matrix),
     ],
 )
-def test_ranks_compute_what_one_process_does(swarm: Swarm, ranks: int, tensor_parallel: int, recompute: str) -> None:
+def test_ranks_compute_what_one_process_does(
+    swarm: Swarm, ranks: int, tensor_parallel: int, recompute: str, recipe: str
+) -> None:
     """Outputs, gradients, losses and contributions of two spans, one after the other."""
     meeting = swarm.folder / "meeting"
     meeting.mkdir()
     script = ("env", *CALM[:1], str(HERE / "island_stages.py"), str(meeting))
     started = [
-        swarm.command(f"rank-{rank}", *script, str(rank), str(ranks), str(tensor_parallel), recompute)
+        swarm.command(f"rank-{rank}", *script, str(rank), str(ranks), str(tensor_parallel), recompute, recipe)
         for rank in range(ranks)
     ]
     for process in started:
