@@ -14,10 +14,11 @@ from torch import Tensor
 
 from shoal.compression.range_reader import RangeReader, TensorReader
 from shoal.compression.scratch import zeros
+from shoal.peer.exports.model_file import read_model
 from shoal.peer.member.connection import RunConnection
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.offline.export import export_model, read_model
+from shoal.peer.offline.export import export_model
 from shoal.peer.options import SessionOptions
 from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.session import Readiness, Session
@@ -126,7 +127,7 @@ class Evaluator:
         folder = self._options.folder(self._run, peer)
         with tempfile.TemporaryDirectory(prefix="shoal-trial-") as place:
             try:
-                version = export_model(folder, Path(place) / "model.safetensors", None)
+                version = export_model(folder, Path(place) / "model.safetensors").version
                 model = read_model(Path(place) / "model.safetensors").to(self._device)
             except StateFileError as error:
                 log.warning("no state of the trial is left here: %s", error)
