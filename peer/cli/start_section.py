@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest
-from shoal.peer.checkpoints.pretrained import PretrainedModel
 from shoal.peer.checkpoints.source import CheckpointSource
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
 from shoal.peer.options import StartFrom
 from shoal.peer.recipes import Recipe, layered_recipe, load_recipe
 from shoal.peer.recipes.model_memory import check_start_fits
+from shoal.peer.state_transfer.pretrained import PretrainedModel
 from shoal.peer.state_transfer.start import hash_of, whole_checkpoints
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm import durable

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
-from shoal.peer.checkpoints.pretrained import PretrainedModel
 from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
 from shoal.peer.checkpoints.store import checkpoints_in
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
 from shoal.peer.state_transfer.chunk_format import PIECE_BYTES, pieces_in
 from shoal.peer.state_transfer.download import fetch_into
+from shoal.peer.state_transfer.pretrained import PretrainedModel
 from shoal.peer.training.anchor import AnchorState, bytes_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import (

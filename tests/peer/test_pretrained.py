@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.peer.checkpoints.pretrained import PretrainedModel
 from shoal.peer.cli import host as hosting
 from shoal.peer.cli.host import started_run_file
 from shoal.peer.cli.start_section import write_started
 from shoal.peer.options import StartFrom
 from shoal.peer.recipes import load_recipe
+from shoal.peer.state_transfer.pretrained import PretrainedModel
 from shoal.peer.state_transfer.start import StartFiles
 from shoal.swarm.errors import ModelMismatch, RecipeError, RunFileError, StateFileError
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
