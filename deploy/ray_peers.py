@@ -20,7 +20,7 @@ import ray
 DONE = (0, 26)
 """Exit codes at the end of the run."""
 
-FINAL = (2, *range(10, 20), 21, 22, 24, 25, 50, 51, 53, 54, 55, 56, 57, 58, 59, 130)
+FINAL = (2, *range(10, 20), 21, 22, 24, 25, 50, 51, 53, 54, 55, 56, 57, 58, 59, 64, 130)
 """Exit codes after which starting again helps nobody."""
 
 PAUSE_S = 30.0

@@ -90,7 +90,7 @@ def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
     with one member a row."""
     by_peer = {one.peer: one for one in plan["members"]}
     members, chunk = [by_peer[peer] for peer in sorted(by_peer)], plan["chunk_elements"]
-    is_grid = len(members) > 1 and bool(plan["columns"])
+    is_grid = len(members) > 1 and bool(plan["columns"]) and plan["mean"] != "gather"
     return plan | {
         "members": tuple(one.model_copy(update={"row": i if is_grid else 0}) for i, one in enumerate(members)),
         "columns": (tuple(range(len(members))),) if is_grid else (),
