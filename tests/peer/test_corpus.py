@@ -174,7 +174,7 @@ def refused(source: str, match: str, *folders: Path, vocab: int = 256, context: 
 
 @pytest.mark.parametrize("source", ["own", "https://example.org/a.u16", "s3://bucket/a.u16"])
 def test_sources_that_this_cannot_open_are_refused(source: str) -> None:
-    refused(source, r"data\.source: expected stdlib, text:GLOB or tokens:FILE")
+    refused(source, r"data\.source: expected stdlib, text:GLOB, tokens:FILE or shards:URL")
 
 
 def test_bytes_need_a_vocabulary_of_bytes() -> None:
