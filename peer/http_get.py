@@ -5,12 +5,15 @@ connection goes to an address that was judged: a name that changes its address m
 
 from __future__ import annotations
 
+import functools
 import http.client
+import io
 import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from shoal.swarm.protocol.addresses import reach_of
@@ -61,7 +64,8 @@ def get(
 ) -> Answer:
     """GET with redirects, in HTTP/1.1 of the standard library, which bounds header lines itself.
 
-    ``end_s``: on the monotonic clock; ``span``: first byte and the one after the last, of a part of the file.
+    ``end_s``: when the whole answer is to be here, on the monotonic clock; ``span``: first byte and the one after the
+    last, of a part of the file.
     Raises ``HttpError``, ``OSError``, ``ValueError`` and ``http.client.HTTPException``."""
     for _ in range(_MOST_REDIRECTS + 1):
         connection, address = _connect(url, judge, end_s)
@@ -71,6 +75,7 @@ def get(
             headers = {"User-Agent": _AGENT, "Accept-Encoding": "identity"}
             if span is not None:
                 headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+            connection.response_class = functools.partial(_TimedResponse, end_s=end_s)  # type: ignore[assignment]
             connection.request("GET", target, headers=headers)
             response = connection.getresponse()
             if response.status in (301, 302, 303, 307, 308):
@@ -80,7 +85,7 @@ def get(
                 raise HttpError("the server sends no parts of files (HTTP ranges)")
             if response.status not in (200, *((206,) if span is not None else ())):
                 raise HttpError(f"the server answers {response.status}")
-            return Answer(_body(response, connection, limit_bytes, end_s, count), url, address)
+            return Answer(_body(response, limit_bytes, count), url, address)
         finally:
             connection.close()
     raise HttpError(f"more than {_MOST_REDIRECTS} redirects")
@@ -105,21 +110,43 @@ class _Secured(_Plain):
         self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
 
-def _body(
-    response: http.client.HTTPResponse,
-    connection: http.client.HTTPConnection,
-    limit_bytes: int,
-    end_s: float,
-    count: Count | None,
-) -> bytes:
-    """Read up to one byte more than the limit, until ``end_s``."""
+class _Timed(io.RawIOBase):
+    """What a server sends until ``end_s``. A socket's own timeout begins anew with each byte, so that a header of a
+    letter a second, or one that never ends, would take hours."""
+
+    def __init__(self, stream: io.RawIOBase, connection: socket.socket, end_s: float) -> None:
+        self._stream, self._connection, self._end_s = stream, connection, end_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any, /) -> int | None:
+        left_s = self._end_s - time.monotonic()
+        try:
+            if left_s <= 0:
+                raise TimeoutError
+            self._connection.settimeout(left_s)
+            return self._stream.readinto(out)
+        except TimeoutError as error:
+            raise HttpError("the server is too slow") from error
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """Response of which every line, also those of its header, is here by ``end_s``."""
+
+    def __init__(self, sock: socket.socket, *args: Any, end_s: float, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, end_s))
+
+
+def _body(response: http.client.HTTPResponse, limit_bytes: int, count: Count | None) -> bytes:
+    """Read up to one byte more than the limit."""
     data = bytearray()
     while len(data) <= limit_bytes:
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
-            raise HttpError("the server is too slow")
-        if connection.sock is not None:
-            connection.sock.settimeout(left_s)
         piece = response.read1(min(_PIECE_BYTES, limit_bytes + 1 - len(data)))
         if not piece:
             break

@@ -39,6 +39,7 @@ _COUNTED = ("layer", "depth", "block", "head", "expert", "num_")
 
 _MAX_COUNT, _MAX_NUMBER = 4096, 2**28
 _MAX_OPERATIONS = 500_000
+_MAX_EXPANDED = 2**16
 
 _BAD_CONFIG = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError),
@@ -201,6 +202,7 @@ def _fields_of(config_class: Any) -> set[str]:
 def _check_fields(value: Any, where: str) -> None:
     """Check names and sizes of fields, in tables of tables, too. Raises ``RecipeError``."""
     if isinstance(value, list):
+        _check_nested(value, where)
         for inner in value:
             _check_fields(inner, where)
         return
@@ -214,6 +216,24 @@ def _check_fields(value: Any, where: str) -> None:
             if abs(inner) > most:
                 raise RecipeError(f"{where}.{name}: expected at most {most:,}, not {inner:,}")
         _check_fields(inner, f"{where}.{name}")
+
+
+def _check_nested(value: list[Any], where: str) -> None:
+    """Bound what lists in a list are expanded to: GPT-Neo's ``[[["global", "local"], 6]]`` is a list, repeated.
+
+    Raises ``RecipeError``."""
+    if not any(isinstance(one, list) for one in value):
+        return
+    pending, count, largest = list(value), 0, 1
+    while pending:
+        one = pending.pop()
+        if isinstance(one, list):
+            pending += one
+            continue
+        count += 1
+        largest = max(largest, abs(one)) if isinstance(one, int) else largest
+    if count * largest > _MAX_EXPANDED:
+        raise RecipeError(f"{where}: expected lists that make at most {_MAX_EXPANDED:,} entries when they are repeated")
 
 
 def _words(error: Exception) -> str:

@@ -122,6 +122,10 @@ def test_a_saved_config_makes_the_same_model_without_values() -> None:
         ({"hidden_size": 15}, r"config: .*not a multiple"),
         ({"num_hidden_layers": 10**6}, r"config\.num_hidden_layers: expected at most 4,096, not 1,000,000"),
         ({"hidden_size": 10**12}, r"config\.hidden_size: expected at most .*, not 1,000,000,000,000"),
+        (
+            {"model_type": "gpt_neo", "attention_types": [[["global"], 10**6]]},
+            r"config\.attention_types: expected lists that make at most 65,536",
+        ),
         ({"hidden_act": "no-such"}, r"config: transformers cannot build the model: .*no-such"),
         ({"max_position_embeddings": 8}, r"context: the model has 8 positions .*, fewer than 12"),
         ({"vocab_size": 1}, r"vocab_size: expected the number of tokens, not 1"),
