@@ -21,9 +21,7 @@ from torch import Tensor
 
 from shoal.peer.array_trees import ArrayKind, NumpyArray
 from shoal.swarm.errors import UserError
-
-HEADER_VALUES = 1024
-"""Values before the arrays."""
+from shoal.swarm.protocol.run_file import HEADER_VALUES
 
 _DIGEST_VALUES, _FLAGS_FROM, _BITS = 16, 17, 16
 MAX_ARRAYS = (HEADER_VALUES - _FLAGS_FROM) * _BITS
@@ -109,7 +107,7 @@ def unpack(call: PackedCall, vector: Tensor) -> list[NumpyArray] | None:
             if halves is None:
                 return None
             data = halves.astype("<u2").tobytes()[: elements * dtype.itemsize]
-            if dtype == np.bool_ and any(byte > 1 for byte in data):
+            if dtype == np.bool_ and (np.frombuffer(data, np.uint8) > 1).any():
                 return None
             part = np.frombuffer(data, dtype)
         arrays.append(part.reshape(kind.shape).copy())

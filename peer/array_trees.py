@@ -85,7 +85,8 @@ def as_numpy(array: Any) -> NumpyArray:
     values = np.asarray(array)
     if values.dtype.hasobject or values.dtype.kind in "USMm":
         raise UserError(f"expected arrays of numbers, not {type(array).__name__} of {values.dtype}")
-    return values
+    # Of files in the other byte order: names of types, by which they are made again, do not tell it.
+    return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
 
 
 @dataclass(frozen=True)

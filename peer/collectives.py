@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.compression.range_reader import TensorReader
 from shoal.peer.array_member import ArrayMember
-from shoal.peer.array_packing import HEADER_VALUES, CallPart, PackedCall, call_digest, label_of, pack, unpack
+from shoal.peer.array_packing import CallPart, PackedCall, call_digest, label_of, pack, unpack
 from shoal.peer.array_trees import ArrayKind, NumpyArray, as_numpy, named_arrays, replaced
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
@@ -74,7 +74,7 @@ class Collectives:
                 "host it with collective.values and collective.members"
             )
         self._room = section.values
-        self._member = ArrayMember(session, {"collective": (HEADER_VALUES + section.values,)})
+        self._member = ArrayMember(session, {"collective": (section.elements,)})
 
     @classmethod
     def join(cls, invite: str, options: SessionOptions | None = None) -> Collectives:

@@ -104,6 +104,7 @@ class StudyConductor:
         self._identity = Identity.load_or_create(folder / IDENTITY_FILE)
         self._ledger = TrialLedger(study, folder)
         self._stop = asyncio.Event()
+        self._reporting = asyncio.Lock()
         self._door: StudyDoor
         self._front: CoordinatorFront
         self._serving: asyncio.TaskGroup
@@ -189,7 +190,8 @@ class StudyConductor:
         if ended:
             self._front.forget(self._name(number))
             self._told[2](await in_thread(self._ledger.finish, number))
-            await in_thread(self._write_results)
+            async with self._reporting:  # trials that end at the same time write the same files
+                await in_thread(self._write_results)
             self._serving.create_task(self._stop_later(stop))
 
     def _write_results(self) -> None:

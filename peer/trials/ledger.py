@@ -6,6 +6,7 @@ running, and counts none twice."""
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,7 @@ class TrialLedger:
                 "back, or give another --folder"
             )
         self._live: dict[int, optuna.Trial] = {}
+        self._beginning = threading.Lock()
 
     def _sampler(self, drawn: int) -> optuna.samplers.BaseSampler:
         about = self._file.study
@@ -110,12 +112,13 @@ class TrialLedger:
     def begin(self) -> int | None:
         """Begin a trial and return its number; None when the study has all of its trials."""
         states = self._optuna.trial.TrialState
-        begun = self._study.get_trials(
-            deepcopy=False, states=(states.RUNNING, states.COMPLETE, states.PRUNED, states.FAIL)
-        )
-        if len(begun) >= self._file.study.trials:
-            return None
-        trial = self._study.ask()
+        with self._beginning:
+            begun = self._study.get_trials(
+                deepcopy=False, states=(states.RUNNING, states.COMPLETE, states.PRUNED, states.FAIL)
+            )
+            if len(begun) >= self._file.study.trials:
+                return None
+            trial = self._study.ask()
         self._live[trial.number] = trial
         return trial.number
 

@@ -153,7 +153,10 @@ class StudyFile(Record):
         return self._run_file(f"{self.study.name}-{number}", values)
 
     def _run_file(self, name: str, values: Mapping[str, Any]) -> tuple[str, RunFile]:
-        content = tomllib.loads(self.base)
+        try:
+            content = tomllib.loads(self.base)
+        except (ValueError, RecursionError) as error:
+            raise StudyError(f"the study's run file: not valid TOML: {error}") from error
         for key, value in {**values, "run.name": name}.items():
             *path, last = key.split(".")
             table = content
@@ -218,6 +221,10 @@ def load_study(path: Path) -> StudyFile:
         made = StudyFile(study=written.study, base=base, space=written.space, first=written.first)
     except ValidationError as error:
         raise StudyError(f"{path}: " + "; ".join(field_errors(error, StudyFile))) from error
+    if len(made.as_json()) > MAX_STUDY_BYTES:
+        raise StudyError(
+            f"{path}: with its run file larger than {MAX_STUDY_BYTES} bytes, the most that members are sent"
+        )
     try:
         made.check()
     except StudyError as error:

@@ -258,7 +258,7 @@ class Admission:
         is_full = not membership.places_left(role)
         collective = self._scope.run.collective
         if collective is not None and role in ("trainer", "contributor"):
-            is_full = len(standings) >= collective.members
+            is_full = sum(membership.members[other].is_trainer for other in standings) >= collective.members
         if self._scope.standing(peer).has_credit:
             if not is_full:
                 return None

@@ -48,8 +48,8 @@ class Round:
 class Goal:
     """Goal of a round: ``tokens`` reached or ``max_s`` passed.
 
-    ``exact``: no more than these tokens; ``everybody``: these tokens are all that there can be, so nobody needs time
-    for a last step."""
+    ``exact``: no more than these tokens; ``everybody``: as many members that have done anything, however much one says
+    that it has done, so nobody needs time for a last step."""
 
     tokens: int
     max_s: float
@@ -100,7 +100,8 @@ def closing_moment(
     at_limit = opened_s + goal.max_s
     slowest_s = max((work.step_s for work in works), default=0.0)
     ahead_s = min(max(deadlines.announce_s, slowest_s), deadlines.patience_s)
-    if (goal.exact or goal.everybody) and sum(work.tokens for work in works) >= goal.tokens:
+    done = sum(work.tokens > 0 if goal.everybody else work.tokens for work in works)
+    if (goal.exact or goal.everybody) and done >= goal.tokens:
         return now_s
     if goal.exact or goal.everybody:
         return max(now_s, at_limit) if at_limit <= now_s + ahead_s else None

@@ -707,6 +707,9 @@ class PipelineSection(Record):
         return make_format(self.activations)
 
 
+HEADER_VALUES = 1024
+"""Values of a call before its arrays (``peer/array_packing.py``)."""
+
 _GATHERED_CHUNK = 2**20
 """Values of a result chunk, which holds one leaf of each member at least: 4 MiB, which fit into a frame."""
 
@@ -734,20 +737,25 @@ class CollectiveSection(Record):
             ge=2,
             le=256,
             description=(
-                "most members at a time; others are told that the run is full. A member's memory for a call is about "
-                "`values` times `members` times 4 bytes"
+                "most members at a time; others are told that the run is full. A member's memory for a call is up to "
+                "about `values` times `members` times 12 bytes: as received, by member, and as arrays"
             ),
         ),
     ] = 16
 
     @model_validator(mode="after")
     def _fits(self) -> CollectiveSection:
-        if self.members * leaf_elements(self.values) > _GATHERED_CHUNK:
+        if self.members * leaf_elements(self.elements) > _GATHERED_CHUNK:
             raise ValueError(
                 f"{self.values} values of {self.members} members are too many: one call holds up to about 2**28 values "
                 "of all of them; take fewer members or values"
             )
         return self
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the run's vector: a call's header and arrays."""
+        return HEADER_VALUES + self.values
 
     @property
     def max_chunk_values(self) -> int:

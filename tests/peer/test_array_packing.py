@@ -55,6 +55,13 @@ def test_all_types_come_back_bit_for_bit(arrays: list[NumpyArray], part: CallPar
         assert found.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("dtype", [">i4", ">f8", ">f4", "<u8"])
+def test_arrays_of_either_byte_order_come_back(dtype: str) -> None:
+    odd = np.array([1, 2, 300], dtype)
+    assert there_and_back([odd])[0].tolist() == [1, 2, 300]
+    assert as_tensor(odd.astype(odd.dtype.newbyteorder("S"))).tolist() == [1, 2, 300]
+
+
 def test_infinity_and_nan_come_back() -> None:
     odd = np.array([np.nan, np.inf, -np.inf, 1.5], np.float32)
     assert there_and_back([np.float32(2), odd])[1].tobytes() == odd.tobytes()

@@ -129,3 +129,22 @@ async def test_an_invite_to_a_study_is_none_to_a_run() -> None:
         assert again.is_study
         with pytest.raises(InviteError, match="to the study 'rates'"):
             await look_up_run(invite)
+
+
+@run
+async def test_a_trial_of_a_pinned_run_file_has_its_pins(tmp_path: Path) -> None:
+    pins = '[pins]\nlayout = "{}"\nelements = 5\ntokens_per_sample = 4\n'
+    study = make(BASE + pins.format("0" * 64))
+    text = study.trial(0, {"inner.lr": 0.5})[0]
+    for number, told in enumerate((text.replace("0" * 64, "1" * 64), text)):
+        file = parse_run_file(told)
+        async with (
+            door(study) as (opened, front, identity, invite),
+            served(front, told, identity, tmp_path / str(number)),
+        ):
+            opened.open(replace(one := trial(front, study, 0), invite=replace(one.invite, run_hash=file.hash)))
+            if told == text:
+                assert (await find_trial(invite)).invite is not None
+            else:
+                with pytest.raises(RunChanged, match="is not trial 0 of the study"):
+                    await find_trial(invite)

@@ -1,6 +1,7 @@
 """Tests of trials/ledger: what Optuna is asked and told, through a kill between any two of its calls."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,10 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "trials.db").write_bytes(b"x" * 5000)
     with pytest.raises(StudyError, match=r"trials\.db: cannot be used"):
         TrialLedger(make(), tmp_path)
+
+
+def test_trials_that_begin_at_once_are_no_more_than_the_study_has(tmp_path: Path) -> None:
+    ledger = TrialLedger(make(trials=2), tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        begun = list(threads.map(lambda _: ledger.begin(), range(4)))
+    assert sorted(one for one in begun if one is not None) == [0, 1]

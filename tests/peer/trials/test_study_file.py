@@ -155,6 +155,12 @@ def test_a_host_s_study_is_checked(tmp_path: Path) -> None:
     for broken in ("{", "[]", json.dumps(content | {"space": {}}), json.dumps(content | {"base": 5})):
         with pytest.raises(StudyError, match="the host's study"):
             parse_study(broken)
+    with pytest.raises(StudyError, match="not valid TOML"):
+        parse_study(json.dumps(content | {"base": "[run"})).trial(0, VALUES)
+
+
+def test_a_study_that_no_message_has_room_for_is_refused(tmp_path: Path) -> None:
+    assert "400000 bytes" in refusal(tmp_path, base=f"# {'é' * 90_000}\n{BASE}")
 
 
 def test_integers_are_integers() -> None:

@@ -54,6 +54,13 @@ def test_at_the_limit_whatever_is_done() -> None:
     assert closes(GOAL, 91.0, work(0, 0.0, heard_s=91.0)) == 100.0
 
 
+def test_a_call_waits_for_all_members_whatever_one_says() -> None:
+    everybody = Goal(2, 100.0, exact=False, everybody=True)
+    assert closes(everybody, 10.0, work(50, 0.0, heard_s=10.0), work(0, 0.0, heard_s=10.0)) is None
+    assert closes(everybody, 10.0, work(50, 0.0, heard_s=10.0), work(1, 0.0, heard_s=10.0)) == 10.0
+    assert closes(everybody, 99.0, work(50, 0.0, heard_s=99.0)) == 100.0
+
+
 def test_speed_zero() -> None:
     assert closes(GOAL, 10.0, work(1000, 0.0, heard_s=10.0)) == 15.0
     assert closes(GOAL, 10.0, work(999, 0.0, heard_s=10.0)) is None

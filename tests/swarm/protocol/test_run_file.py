@@ -643,6 +643,8 @@ def test_a_run_of_collectives_has_the_settings_with_which_it_does_what_it_says()
     [
         ("members = 8", "members = 64", r"collective\.members: expected at most averaging\.group_size, 32"),
         ("values = 100_000", "values = 200_000_000", "are too many"),
+        # With a call's header, a leaf of each of 16 members is more than a frame holds.
+        ("values = 100_000\nmembers = 8", "values = 16_777_216\nmembers = 16", "are too many"),
         ("tokens = 1", "tokens = 2", r"round\.tokens: expected 1"),
         ('name = "own"', 'name = "gpt"', r"needs recipe\.name"),
         ("[round]", '[averaging]\ncodec = "int8"\n[round]', r"averaging\.codec: leave it out"),
