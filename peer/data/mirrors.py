@@ -33,6 +33,9 @@ _BLOCK_S = 20.0
 
 _LONGEST_S = 320.0
 _LONGEST_PAUSE_S = 60.0
+_AT_ONCE = 4
+"""Downloads that may share the owner's limit: the training's own and those ahead of it."""
+
 _REST_S = 60.0
 """Time for which a mirror that failed is left, doubled by each further failure."""
 
@@ -45,7 +48,8 @@ class _Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Mirror:
-    """Shards at a URL. ``by_owner``: named by this machine's owner, and may lie anywhere; others are public."""
+    """Shards at a URL. ``by_owner``: named by this machine's owner, and may lie anywhere; others are public, and are
+    asked without the owner's credentials."""
 
     url: str
     by_owner: bool = False
@@ -66,7 +70,9 @@ class Mirror:
             if not self.by_owner:
                 check_url(self.url)
             start, stop = span or (0, limit_bytes + 1)
-            asked = DaemonThreads().submit(lambda: RemoteStore.open(self.url).read(name, start, stop))
+            asked = DaemonThreads().submit(
+                lambda: RemoteStore.open(self.url, anonymous=not self.by_owner).read(name, start, stop)
+            )
             data = asked.result(within_s)
             meter.count(len(data))
             return data
@@ -77,17 +83,28 @@ class Mirror:
 
 
 class Meter:
-    """Keeps downloads to the limits of this machine's owner, and counts them in its month."""
+    """Keeps downloads, of all threads together, to the limits of this machine's owner, and counts them in its month."""
 
-    def __init__(self, limits: TrafficLimits | None, pause: Callable[[float], object] = time.sleep) -> None:
-        self._limits, self._pause = limits, pause
+    def __init__(
+        self,
+        limits: TrafficLimits | None,
+        pause: Callable[[float], object] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits, self._pause, self._clock = limits, pause, clock
+        self._free_s = 0.0
+        self._lock = threading.Lock()
 
     def count(self, size_bytes: int) -> None:
         if self._limits is None:
             return
         self._limits.download.count_fetched(size_bytes)
         if bps := self._limits.download.bps:
-            self._pause(size_bytes * 8 / bps)
+            with self._lock:
+                now_s = self._clock()
+                self._free_s = max(self._free_s, now_s) + size_bytes * 8 / bps
+                wait_s = self._free_s - now_s
+            self._pause(wait_s)
 
     def least_s(self, size_bytes: int) -> float:
         """Seconds that so many bytes take at the limit."""
@@ -120,7 +137,7 @@ class Mirrors:
         assert mirrors, "a run file names at least one URL"
         self._mirrors = tuple(mirrors)
         self._standing = [_Standing() for _ in mirrors]
-        self._meter = Meter(limits, pause)
+        self._meter = Meter(limits, pause, clock)
         self._clock, self._pause = clock, pause
         self._lock = threading.Lock()
 
@@ -147,7 +164,7 @@ class Mirrors:
         patience: int,
     ) -> bytes:
         for tried in range(patience):
-            within_s = min(_BLOCK_S * 2**tried, _LONGEST_S) + 2 * self._meter.least_s(limit_bytes)
+            within_s = min(_BLOCK_S * 2**tried, _LONGEST_S) + _AT_ONCE * self._meter.least_s(limit_bytes)
             for number in self._in_order(last_chance=tried > 0):
                 data = self._ask(number, name, span, limit_bytes, within_s, is_right)
                 if data is not None:

@@ -15,6 +15,10 @@ from shoal.swarm.errors import RemoteStorageError
 T = TypeVar("T")
 
 
+_ANONYMOUS: dict[str, dict[str, Any]] = {"s3": {"anon": True}, "gs": {"token": "anon"}, "hf": {"token": False}}
+"""Options of the drivers, for each scheme that a run file may name, that keep them from using credentials."""
+
+
 class RemoteStore:
     """The folder at a URL; paths are relative to it, with ``/``. Methods block: call them in worker threads."""
 
@@ -25,8 +29,11 @@ class RemoteStore:
         self.url = re.sub(r"(?<![:/])/+$", "", without_password(url))
 
     @classmethod
-    def open(cls, url: str) -> RemoteStore:
+    def open(cls, url: str, *, anonymous: bool = False) -> RemoteStore:
         """Open a URL, without connecting yet. Credentials and addresses are where its driver looks for them.
+
+        ``anonymous``: show no credentials of this machine, and look for none, as some drivers do in the network: for
+        URLs that a stranger has written.
 
         Raises ``RemoteStorageError`` where the URL is of an unknown kind or its driver is missing."""
         try:
@@ -36,8 +43,9 @@ class RemoteStore:
         shown = without_password(url)
         if not re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://", url):
             raise RemoteStorageError(f"{shown}: expected a URL, such as s3://BUCKET/FOLDER or file:///FOLDER")
+        options = _ANONYMOUS.get(url.partition("://")[0], {}) if anonymous else {}
         try:
-            file_system, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+            file_system, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
         except ImportError as error:
             raise RemoteStorageError(f"{shown}: its driver is not installed: {_advice(url, str(error))}") from error
         except Exception as error:  # drivers raise any kind of error
