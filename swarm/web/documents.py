@@ -23,22 +23,28 @@ COLUMNS = (
 """Columns of ``RoundHistory``. ``state``: committed, aborted or undone; ``version``: of the anchor after the round."""
 
 _MAX_REASON = 200
-_WORD = re.compile(r"[^\s,;()'\"]+")
+_WRITTEN = frozenset({"name", "kind", "activity", "left", "trouble", "wall"})
+"""What a member has written, or others about it."""
+_ADDRESS = re.compile(
+    r"""(?ix) (?P<hidden> shoal://[^\s'"<>]+
+    | (?<![\w.-]) (?:[a-z0-9-]{1,63}\.){1,10} [a-z]{2,24} :\d{2,5} (?!\d)  # a name with a port
+    )
+    | (?<!\w) \[? (?P<ipv6> (?:[0-9a-f]{0,4}:){2,7} [0-9a-f]{0,4} (?:\.\d{1,3}){0,3} ) (?:%[\w-]+)? \]? (?::\d+)? (?!\w)
+    | (?<!\d) (?<!\d\.) (?P<ipv4> (?:\d{1,3}\.){3} \d{1,3} ) (?::\d+)? (?!\.?\d)
+    """
+)
+"""Anywhere in a word, as in ``http://10.0.0.1:80/``. What only looks like an IP address is left."""
 
 
 def without_addresses(text: str) -> str:
-    """Mask IP addresses and invites in a sentence that a member, or the host, has written about a member."""
-    return _WORD.sub(_masked, text)
+    """Mask addresses and invites in words that a member, or the host, has written about a member."""
+    return _ADDRESS.sub(_masked, text) if ":" in text or "." in text else text
 
 
 def _masked(match: re.Match[str]) -> str:
-    word = match[0]
-    core = word.rstrip(".:!?")
-    host = (
-        core[1:].partition("]")[0] if core.startswith("[") else core.partition(":")[0] if core.count(":") == 1 else core
-    )
-    hidden = "shoal://" in core or parse_ip(host) is not None
-    return word.replace(core, "(address)") if hidden else word
+    ip = match["ipv6"] or match["ipv4"]
+    hidden = not ip or any(parse_ip(one) is not None for one in (ip, ip.removesuffix(":"), ip.rpartition(":")[0]))
+    return "(address)" if hidden else match[0]
 
 
 def facts(run: RunFile) -> dict[str, Any]:
@@ -65,8 +71,9 @@ def public_status(status: CoordinatorToPeerStatus) -> dict[str, Any]:
     """The status as ``shoal status --json`` has it, without addresses, and with what the run waits for."""
     plain = status_json(status)
     for member in plain["members"]:
-        for name in ("trouble", "wall", "left"):
-            member[name] = without_addresses(member[name])
+        for holder in (member, member["device"]):
+            for name in _WRITTEN & holder.keys():
+                holder[name] = without_addresses(holder[name])
     for relay in plain["relays"]:
         if relay["peer"] is not None:
             relay["host"], relay["port"] = "", 0
@@ -108,6 +115,7 @@ class RoundHistory:
 
     def __init__(self) -> None:
         self.rows: list[list[Any]] = []
+        self.undone = 0
 
     @property
     def next_round(self) -> int:
@@ -132,6 +140,7 @@ class RoundHistory:
                 if row[made] <= version:
                     return
                 row[state] = "undone"
+                self.undone += 1
 
     def since(self, first: int, limit: int) -> dict[str, list[Any]]:
         """At most ``limit`` rows from round ``first`` on, by column."""

@@ -55,7 +55,8 @@ class Feed:
 
     def take(self, status: CoordinatorToPeerStatus) -> None:
         """Make this the newest status, and wake those who wait for one."""
-        new = _rounded(public_status(status)) | {"next_round": self.history.next_round}
+        here = {"next_round": self.history.next_round, "undone_rounds": self.history.undone}
+        new = _rounded(public_status(status)) | here
         if new == self.status:
             return
         delta = _difference(self.status, new)

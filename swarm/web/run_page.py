@@ -22,7 +22,10 @@ _MEMBERS_A_TICK = 100
 """Members of which the status may be asked each second; of more, it is asked more rarely."""
 _ANSWER_S = 10.0
 _ROUNDS_A_READ = 64
-_ROUNDS_AN_ANSWER = 10_000
+_READS_A_LOOK = 32
+"""A long history comes little by little, and the status does not wait for it."""
+_ROUNDS_AN_ANSWER = 1_000
+"""Some 80 kB, which may lie here for each browser that does not read them."""
 _KEPT_DETAILS = 256
 
 T = TypeVar("T")
@@ -34,6 +37,7 @@ class RunPage:
     def __init__(self, source: PageSource, network: asyncio.AbstractEventLoop) -> None:
         self._source, self._network = source, network
         self.feed = Feed()
+        self.ended = asyncio.Event()
         self.watchers = 0
         self._wanted = asyncio.Event()
         self._looked_s = -math.inf
@@ -65,6 +69,9 @@ class RunPage:
     async def round_detail(self, number: int) -> bytes:
         """Who took part in a round. Raises ``KeyError`` for one that has not ended, and as ``status``."""
         if number not in self._details:
+            await self._look()
+            if not 0 <= number < self.feed.history.next_round:
+                raise KeyError(number)
             async with self._looking:
                 found = await self._ask(self._source.verdicts(number, 1))
             if not found or found[0].round != number:
@@ -106,10 +113,12 @@ class RunPage:
                 return
             status = await self._ask(self._source.status())
             history = self.feed.history
-            while history.next_round < status.round or (status.phase == "ended" and history.next_round == status.round):
-                read = await self._ask(self._source.verdicts(history.next_round, _ROUNDS_A_READ))
-                history.take(read)
-                if not read:
+            for _ in range(_READS_A_LOOK):
+                first = history.next_round
+                if first > status.round or (first == status.round and status.phase != "ended"):
+                    break
+                history.take(await self._ask(self._source.verdicts(first, _ROUNDS_A_READ)))
+                if history.next_round == first:
                     break
             self._looked_s = time.monotonic()
             self.feed.take(status)

@@ -34,8 +34,8 @@ MOST_CONNECTIONS = 2_048
 _LEAST_CONNECTIONS = 64
 _MOST_STREAMS_SHARE = 0.75
 """Share of the connections that may be event streams; the rest is for those who come."""
-_REQUEST_S = 10.0
-"""Time for a connection's first request."""
+_IDLE_S = 10.0
+"""Time in which a connection that waits for no answer has to move: a request to come, what was sent to be read."""
 _MAX_HEADERS_BYTES = 16_384
 
 STATIC_FILES = {
@@ -79,7 +79,6 @@ class PageServer:
         self._pages: dict[str, RunPage] = {}
         self._most_streams = int(max(_LEAST_CONNECTIONS, most_connections) * _MOST_STREAMS_SHARE)
         self._streams = 0
-        self._ended = asyncio.Event()
         app = self._app()
         self._socket = _listen(place)
         self._server = _make_server(app, max(_LEAST_CONNECTIONS, most_connections))
@@ -129,7 +128,8 @@ class PageServer:
             started.set()
 
     def _end(self) -> None:
-        self._ended.set()
+        for name in list(self._pages):
+            self._remove(name)
         self._server.should_exit = True
 
     def _call(self, call: Callable[..., None], *args: object) -> None:
@@ -143,7 +143,7 @@ class PageServer:
 
     def _remove(self, name: str) -> None:
         if name in self._pages:
-            del self._pages[name]
+            self._pages.pop(name).ended.set()  # those who follow it ask again, and find it if it begins anew
             self._looking.pop(name).cancel()
 
     # Answers ----------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class PageServer:
         self._streams += 1
         page.watch()
         try:
-            await stream(page.feed, _BYTE_HEADERS, self._ended, receive, send)
+            await stream(page.feed, _BYTE_HEADERS, page.ended, receive, send)
         finally:
             self._streams -= 1
             page.unwatch()
@@ -283,18 +283,28 @@ def _make_server(app: Starlette, most_connections: int) -> uvicorn.Server:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(H11Protocol):
-        """A connection that is closed if there are too many, or if its first request does not come."""
+        """A connection that is cut off if there are too many, or if its browser neither asks nor reads."""
+
+        _seen: object = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > most_connections:
                 transport.abort()
             else:
-                self.loop.call_later(_REQUEST_S, self._close_if_silent)
+                self.loop.call_later(_IDLE_S, self._look)
 
-        def _close_if_silent(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
-                self.transport.close()
+        def _look(self) -> None:
+            """Closing is not enough: a closed connection stays until all that was sent to it has been read."""
+            if self not in self.connections:
+                return
+            answers = self.cycle is not None and not self.cycle.response_complete
+            seen = self.cycle, answers, self.transport.is_closing(), self.transport.get_write_buffer_size()
+            if seen == self._seen and not (answers and seen[2:] == (False, 0)):
+                self.transport.abort()
+            else:
+                self._seen = seen
+                self.loop.call_later(_IDLE_S, self._look)
 
     return uvicorn.Server(
         uvicorn.Config(

@@ -59,7 +59,9 @@
       for (;;) {
         const known = rounds && rounds.round.length ? rounds.round[rounds.round.length - 1] + 1 : 0;
         if (rounds && known >= status.next_round) break;
+        const into = rounds;
         const more = await get(at("rounds.json", `&from=${known}`));
+        if (into !== rounds) continue; // they have begun anew meanwhile
         append(more);
         if (!more.round.length) break;
       }
@@ -72,7 +74,8 @@
   }
 
   function taken(next) {
-    const undone = status && status.rounds_undone !== next.rounds_undone;
+    const undone = status && status.undone_rounds !== next.undone_rounds;
+    if (status && status.run_hash !== next.run_hash) { location.reload(); return; } // another run of this name
     status = next;
     if (undone) rounds = null;
     draw();
@@ -95,7 +98,7 @@
   function follow() {
     if (events) events.close();
     events = new EventSource(at("events"));
-    events.addEventListener("status", (event) => { told("live"); taken(JSON.parse(event.data)); });
+    events.addEventListener("status", (event) => { clearInterval(poll); poll = null; told("live"); taken(JSON.parse(event.data)); });
     events.addEventListener("delta", (event) => { told("live"); if (status) taken(merged(JSON.parse(event.data))); });
     events.onerror = () => {
       told(events.readyState === EventSource.CLOSED ? "asking now and then" : "connecting again");
@@ -108,6 +111,7 @@
     try {
       taken(await get(at("status.json")));
       told("asking now and then");
+      follow();
     } catch (error) {
       told("the host does not answer");
     }

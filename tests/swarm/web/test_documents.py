@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from tests.swarm.web.samples import RUN, member, status, verdict
+from tests.swarm.web.samples import DEVICE, RUN, member, status, verdict
 
 from shoal.swarm.protocol.json_values import status_json
 from shoal.swarm.protocol.types import RelayStatus
@@ -36,6 +36,7 @@ def test_rounds_behind_a_rollback_are_undone_and_those_before_it_are_not() -> No
     assert history.since(0, 9)["state"] == ["committed", "undone", "undone", "aborted"]
     history.take([verdict(4, 2), verdict(5, 1, committed=False)])
     assert history.since(0, 9)["state"] == ["committed", "undone", "undone", "aborted", "undone", "aborted"]
+    assert history.undone == 3
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,8 @@ def test_rounds_behind_a_rollback_are_undone_and_those_before_it_are_not() -> No
         "2001:db8::1",
         "::ffff:10.0.0.1",
         "shoal://1.2.3.4/x?key=ab&t=secret",
+        "[fe80::1%eth0]:7707",
+        "home.example.org:7707",
     ],
 )
 def test_sentences_lose_their_addresses(address: str) -> None:
@@ -54,14 +57,26 @@ def test_sentences_lose_their_addresses(address: str) -> None:
     assert words == "(address) does not answer within 4.0 s, after 3.2.1 tries since 12:34:56."
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["http://{}/x refused", "to={}", "tcp:{}", "<{}>", "('{}', 80)", "me@{}", "{}/24", "peer→{}→peer", "at: {}."],
+)
+@pytest.mark.parametrize("address", ["10.1.2.3", "10.1.2.3:80", "[2001:db8::1]:7707"])
+def test_addresses_are_masked_within_words(words: str, address: str) -> None:
+    assert without_addresses(words.format(address)) == words.format("(address)")
+
+
 def test_no_address_of_a_volunteer_is_in_the_status() -> None:
-    walled = member(1, wall="cannot meet member-2 at 10.1.2.3:700", trouble="10.1.2.3 refused", left="10.1.2.3")
+    device = DEVICE.model_copy(update={"name": "CPU of 10.1.2.3"})
+    told = {"name": "shoal://10.1.2.3/x?t=secret", "device": device, "activity": "asks http://10.1.2.3/"}
+    walled = member(1, **told, wall="cannot meet member-2 at 10.1.2.3:700", trouble="10.1.2.3 refused", left="10.1.2.3")
     relays = (
         RelayStatus(host="10.1.2.3", port=700, peer=member(2).peer, load=None),
         RelayStatus(host="relay.example.org", port=443, load=None),
     )
     plain = public_status(status([walled, member(2)], relays=relays, outlook="10.1.2.3 has it", warning="10.1.2.3"))
     assert "10.1.2.3" not in json.dumps(plain)
+    assert plain["members"][0]["name"] == "(address)"
     assert [relay["host"] for relay in plain["relays"]] == ["", "relay.example.org"]
 
 

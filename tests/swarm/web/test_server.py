@@ -33,6 +33,8 @@ class Source:
         self.asked = 0
         self.trouble: ShoalError | None = None
         self.members = [member(1), member(2)]
+        self.rounds = 3
+        self.answers_from = 0
 
     def run_file(self) -> RunFile:
         return self.run
@@ -41,10 +43,11 @@ class Source:
         self.asked += 1
         if self.trouble is not None:
             raise self.trouble
-        return status(self.members, run=self.run.run.name, round=3)
+        return status(self.members, run=self.run.run.name, round=self.rounds)
 
     async def verdicts(self, first: int, limit: int) -> Sequence[Verdict]:
-        return [verdict(number, number + 1) for number in range(first, 3)][:limit]
+        numbers = range(max(0, first - self.answers_from), self.rounds)[:limit]
+        return [verdict(number, number + 1) for number in numbers]
 
 
 @pytest.fixture
@@ -126,6 +129,7 @@ def test_documents_tell_the_run(server: PageServer) -> None:
     [
         ("/status.json?run=other", 404),
         ("/round.json?round=99", 404),
+        ("/round.json?round=-1", 404),
         ("/round.json?round=x", 400),
         ("/rounds.json?from=" + "9" * 30, 200),
         ("/rounds.json?from=-5", 200),
@@ -204,6 +208,55 @@ def test_too_many_streams_are_refused_and_pages_are_served_still(server: PageSer
     finally:
         for line in lines:
             line.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_follows_a_run_that_is_not_shown_any_more_is_told(
+    server: PageServer, source: Source, network: asyncio.AbstractEventLoop, again: bool
+) -> None:
+    with socket.create_connection(("127.0.0.1", port(server)), timeout=20) as line:
+        with server.showing(Source("atoll"), network):
+            line.sendall(b"GET /events?run=atoll HTTP/1.1\r\nHost: x\r\n\r\n")
+            read = b""
+            while b"event: status" not in read:
+                read += line.recv(65_536)
+            if again:
+                with server.showing(Source("atoll"), network):
+                    while not read.endswith(b"0\r\n\r\n"):
+                        read += line.recv(65_536)
+        while not read.endswith(b"0\r\n\r\n"):
+            read += line.recv(65_536)
+
+
+def test_a_long_history_does_not_hold_up_the_status(server: PageServer, source: Source) -> None:
+    source.rounds = 3_000
+    assert json.loads(get(server, "/status.json")[2])["round"] == 3_000
+    assert len(json.loads(get(server, "/rounds.json?from=1500")[2])["round"]) == 548
+
+
+def test_a_run_that_tells_the_same_rounds_again_and_again_is_asked_once(server: PageServer, source: Source) -> None:
+    source.answers_from, source.rounds = 10**6, 200
+    assert get(server, "/status.json")[0] == 200
+    assert json.loads(get(server, "/rounds.json")[2])["round"] == list(range(64))
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        b"GET /",
+        b"GET /page.css HTTP/1.1\r\nHost: x\r\n\r\nGET /",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n",
+    ],
+)
+def test_who_does_not_finish_a_request_is_cut_off(
+    server: PageServer, request_line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.swarm.web.server._IDLE_S", 0.2)
+    with socket.create_connection(("127.0.0.1", port(server)), timeout=10) as line:
+        line.sendall(request_line)
+        with contextlib.suppress(ConnectionError):
+            while line.recv(65_536):
+                pass
 
 
 def test_a_port_in_use_is_said(server: PageServer) -> None:
