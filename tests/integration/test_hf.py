@@ -89,7 +89,7 @@ def test_two_stages_train_as_one_process_does(swarm: Swarm) -> None:
     assert float((difference > 1e-5).float().mean()) < 1e-4, difference.topk(9)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_an_island_trains_a_llama_with_a_single_member(swarm: Swarm) -> None:
     host = swarm.host(hf_toml(max_s=3.0))
     single = swarm.member(host.invite, "single")

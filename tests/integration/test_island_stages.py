@@ -13,7 +13,7 @@ from shoal.swarm.errors import IslandBroken
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("ranks", "tensor_parallel", "recompute", "recipe"),
     [

@@ -170,8 +170,8 @@ def test_a_rank_is_killed(swarm: Swarm, step: str, victim: int) -> None:
     finish(host, [other, island])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_tensor_parallel_in_a_run_equals_one_process(swarm: Swarm, ranks: int) -> None:
     """Layers cut among two, with two of such pairs of FSDP2, beside a single process: rounds of a virtual batch."""
     rounds, batch = 3, 48

@@ -13,7 +13,7 @@ from tests.integration.namespaces import Namespaces, NoNamespaces, check_machine
 from shoal.peer.guest.spot import METADATA
 from shoal.peer.options import TERMINATED
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.matrix]
 
 
 @contextmanager
