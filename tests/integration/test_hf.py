@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.harness import ROUNDS_S, Swarm, check_journal, check_parity, finish, run_toml
+from tests.integration.harness import ROUNDS_S, START_S, Swarm, check_journal, check_parity, finish, held, run_toml
 from tests.integration.plain_loop import plain_loop
 from tests.integration.test_islands import together
 
@@ -99,7 +99,7 @@ def test_an_island_trains_a_llama_with_a_single_member(swarm: Swarm) -> None:
     finish(host, [single, island])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_starts_from_a_saved_model(swarm: Swarm) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,8 +111,13 @@ def test_a_run_starts_from_a_saved_model(swarm: Swarm) -> None:
     toml = toml[: toml.index("[recipe.settings.config]")] + toml[toml.index("[data]") :]
     host = swarm.host(toml, extra=files)
     host.says("round 0 of saved")
-    without = swarm.member(host.invite, "without")
-    brings = swarm.member(host.invite, "brings", extra=files)
+    gate = swarm.folder / "gate"
+    gate.touch()
+    without = swarm.member(host.invite, "without", held(gate))
+    brings = swarm.member(host.invite, "brings", held(gate), extra=files)
+    for member in (without, brings):
+        member.event("joined", START_S)
+    gate.unlink()
     for member in (without, brings):
         assert member.exit_code(2 * ROUNDS_S) == 0, member.tail()
     host.stop()

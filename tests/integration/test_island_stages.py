@@ -47,7 +47,7 @@ def island_of_two(swarm: Swarm, invite: str, label: str = "island", *options: st
     return swarm.member(invite, label, launcher(), extra=extra, device="auto")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_stage_of_an_island_among_stages_of_single_processes(swarm: Swarm) -> None:
     """All of them equal one process. One of the island's ranks dies meanwhile, and it comes back with one command."""
     host = swarm.host(TOML)

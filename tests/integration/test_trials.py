@@ -18,7 +18,7 @@ from tests.integration.harness import (
 
 from shoal.swarm.protocol.run_file import parse_run_file
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.matrix]
 pytest.importorskip("optuna")
 
 # The third trial does not learn, so that the median of the two before ends it.
