@@ -208,7 +208,7 @@ async def host(
 
 @dataclass(frozen=True)
 class ServingHost:
-    """What all runs of a host share. ``pages``: the server of their page, if there is one."""
+    """Parts of a host that all its runs share. ``pages``: the server of their page, if there is one."""
 
     front: CoordinatorFront
     pages: PageServer | None

@@ -126,7 +126,7 @@ class BlockCache:
         self._known_bytes = max(0, total)
 
     def _blocks(self) -> Iterator[tuple[float, int, Path]]:
-        """When each block was used last, its size and its file. Parts that killed processes have left are removed."""
+        """Yield each block's time of last use, size and file; remove parts that killed processes have left."""
         with contextlib.suppress(OSError):
             for folder in os.scandir(self.folder):
                 if len(folder.name) != 2 or not folder.is_dir():

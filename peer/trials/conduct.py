@@ -38,14 +38,17 @@ from shoal.swarm.client.host_control import command_coordinator
 from shoal.swarm.coordinator.front import CoordinatorFront
 from shoal.swarm.errors import (
     CommandRefused,
+    DeadlineExceeded,
     DeviceError,
     Diverged,
+    LinkClosed,
     LinkError,
     ModelMismatch,
     RecipeError,
     RunEnded,
     RunFileError,
     StorageError,
+    Unreachable,
 )
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
@@ -59,13 +62,16 @@ log = logging.getLogger(__name__)
 
 IDENTITY_FILE, INVITE_FILE = "identity", "invite.txt"
 _RUNS, _EVALUATOR = "runs", "evaluator"
-_PRUNE_AGAIN_S = 1.0
+_AGAIN_S = 1.0
 
 _END = AmendRun(changes=(("run.rounds", "1"),))
 """Has a run end after the round that is open."""
 
 _OF_THE_TRIAL = (RunFileError, RecipeError, ModelMismatch, DeviceError)
 """Errors of a trial's settings, which other trials do not have."""
+
+_PASSING = (DeadlineExceeded, LinkClosed, Unreachable)
+"""Errors after which a trial's run can be followed again."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +274,12 @@ class StudyConductor:
                 tasks.create_task(self._prune(trial.invite, own, is_pruned)),
             ]
             try:
-                return await in_thread(evaluator.run, replace(trial.invite, addresses=(own,)), on_loss)
+                while True:
+                    try:
+                        return await in_thread(evaluator.run, replace(trial.invite, addresses=(own,)), on_loss)
+                    except _PASSING as error:  # on a busy machine; the trial's members go on meanwhile
+                        log.warning("trial %d is followed again soon: %s", trial.number, error)
+                        await asyncio.sleep(_AGAIN_S)
             except (RunEnded, Diverged) as error:
                 log.info("trial %d: %s", trial.number, error)
                 await in_thread(evaluator.run_ended, on_loss)
@@ -293,4 +304,4 @@ class StudyConductor:
                 return
             except LinkError as error:
                 log.warning("%s cannot be ended yet: %s", invite.run, error)
-                await asyncio.sleep(_PRUNE_AGAIN_S)
+                await asyncio.sleep(_AGAIN_S)
