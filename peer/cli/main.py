@@ -6,12 +6,9 @@ Each command imports its implementation when it runs, so that help, wrong argume
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -40,20 +37,15 @@ from shoal.peer.options import (
     DEFAULT_WEB_PORT,
     SHOAL_HOME,
     STOPPED_AT_ONCE,
-    TERMINATED,
     StartFrom,
 )
 from shoal.swarm import system
-from shoal.swarm.errors import RunAmended, RunEnded, ShoalError, UnknownRun, UserError
+from shoal.swarm.errors import ShoalError, UserError
 from shoal.swarm.system import run_loop
 
 if TYPE_CHECKING:
     from shoal.peer.cli.host import Hosting
     from shoal.peer.event_schema import Event
-    from shoal.peer.guest.keeper import GuestKeeper
-    from shoal.peer.member.connection import RunConnection
-    from shoal.peer.terminal.snapshot import Watched
-    from shoal.swarm.protocol.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -74,21 +66,8 @@ app.add_typer(guest_commands)
 errors = Console(stderr=True)
 
 
-class JoinRole(StrEnum):
-    """Roles of a member in a run, as the command line names them."""
-
-    full = "full"
-    contribute_only = "contribute-only"
-    validator = "validator"
-    observe = "observe"
-
-
-_ROLES: dict[JoinRole, Role] = {
-    JoinRole.full: "trainer",
-    JoinRole.contribute_only: "contributor",
-    JoinRole.validator: "validator",
-    JoinRole.observe: "follower",
-}
+JoinRole = Literal["trainer", "contributor", "validator", "follower"]
+"""Roles of a member in a run, as in ``SessionOptions.role``."""
 
 InviteArgument = Annotated[
     str,
@@ -116,9 +95,6 @@ DataOption = Annotated[
 DataCacheOption = Annotated[
     str, typer.Option(metavar="SIZE", help="Most disk for downloaded blocks of shards, such as 50G; by default 8G.")
 ]
-RESUME_AT, RESUME_AS = "--resume-at", "--resume-as"
-"""Options of a process that goes on for one that has paused."""
-
 LogJson = Annotated[Path | None, typer.Option(help="Append events to this file, one JSON object a line.")]
 TrackOption = Annotated[
     list[str] | None,
@@ -202,8 +178,8 @@ def host_command(
 
     Several runs share the port, and nothing else: one that fails begins again, while the others go on."""
     from shoal.peer.cli.host import HostOptions, host, say_pins, say_reach, warn_descriptors
-    from shoal.peer.integrations.trackers import TrackedRun, Tracker, TrackerChoice
-    from shoal.peer.terminal.events import plain_line
+    from shoal.peer.cli.host_screen import HostScreen
+    from shoal.peer.integrations.trackers import RunTrackers, TrackedRun, TrackerChoice
     from shoal.peer.terminal.reporter import Reporter, setup_logging
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import parse_advertised
@@ -213,58 +189,32 @@ def host_command(
     warn_descriptors(allow_descriptors())
     if len(runs) > 1 and (start_from is not None or identity is not None or via):
         raise UserError("--from, --identity and --via are for one run: give each run a host of its own for that")
-    start = start_of(start_place(start_from) if start_from else None, identity, only_parameters=parameters_only)
-    addresses = split_host_port(bind, DEFAULT_PORT), parse_advertised(advertise)
-    places = DataPlaces.of(data or ())
     options = HostOptions(
         identity,
         state,
-        *addresses,
+        split_host_port(bind, DEFAULT_PORT),
+        parse_advertised(advertise),
         backup,
-        start,
+        start_of(start_place(start_from) if start_from else None, identity, only_parameters=parameters_only),
         pin=not no_pins,
-        data=places,
+        data=DataPlaces.of(data or ()),
         publish=publish,
         via=tuple(RelayUrl.parse(url) for url in via or ()),
         relay=not no_relay,
         web=None if web is None else split_host_port(web, DEFAULT_WEB_PORT),
     )
-
-    def on_start(hosting: Hosting) -> None:
-        run = hosting.run
-        console.print(f"Run     [bold]{run.run.name}[/]  hash {run.hash.hex()[:16]}")
-        console.print(f"Files   {hosting.state}")
-        if backup is not None:
-            console.print(f"Backup  {backup / run.run.name}")
-        console.print(f"Pins    {say_pins(run.pins)}", soft_wrap=True)
-        if run.start is not None:
-            where = "where its checkpoint is, join with --from FOLDER"
-            console.print(f"Start   {run.start.source}; {where}", soft_wrap=True)
-        if hosting.page:
-            console.print(f"Page    {hosting.page}", highlight=False, soft_wrap=True)
-        if hosting.card:
-            console.print(f"Card    {hosting.card}", markup=False, soft_wrap=True)
-            console.print(f"Key     {hosting.key}", highlight=False)
-        if hosting.resumed_round:
-            console.print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
-        console.print("Invite  (this command joins a machine to the run)")
-        console.print(f"\n  shoal join '{hosting.invite}'\n", soft_wrap=True, highlight=False)
-        if near := say_reach(hosting.invite.addresses):
-            console.print(f"Note    {near}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-        if run.run.name not in trackers:
-            about = TrackedRun.of(run, "host")
-            trackers[run.run.name] = [ending.enter_context(Tracker(choice, about)) for choice in choices]
-
-    trackers: dict[str, list[Tracker]] = {}
+    screen = HostScreen(console, backup, several=len(runs) > 1)
     choices = [TrackerChoice.parse(text) for text in track or ()]
-    with Reporter(console, log_json) as reporter, ExitStack() as ending:
+    with Reporter(console, log_json) as reporter, RunTrackers(choices) as trackers:
+
+        def on_start(hosting: Hosting) -> None:
+            screen.show_start(hosting, say_pins(hosting.run.pins), say_reach(hosting.invite.addresses))
+            trackers.start(TrackedRun.of(hosting.run, "host"))
 
         def on_event(event: Event) -> None:
             reporter.record(event)
-            for tracker in trackers.get(event["run"], ()):
-                tracker.on_event(event)
-            line = plain_line(event, event["run"] if len(runs) > 1 else "")
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            trackers.on_event(event)
+            screen.show_event(event)
 
         run_loop(host(runs, options, on_start, on_event))
 
@@ -446,8 +396,8 @@ def join_command(
     ] = "",
     role: Annotated[
         JoinRole,
-        typer.Option(help="full; contribute-only: reduce nothing; validator: score work; observe: only follow."),
-    ] = JoinRole.full,
+        typer.Option(help="trainer; contributor: reduce nothing; validator: score work; follower: only follow."),
+    ] = "trainer",
     state: Annotated[Path, typer.Option(help="Folder for checkpoints.")] = SHOAL_HOME / "runs",
     keep_checkpoints: Annotated[str, typer.Option(metavar="N|off", help="Keep the newest N checkpoints.")] = "3",
     keep_every: Annotated[int, typer.Option(min=0, help="Keep one of every so many rounds for ever; 0: none.")] = 0,
@@ -492,8 +442,8 @@ def join_command(
     log_json: LogJson = None,
     track: TrackOption = None,
     verbose: Verbose = False,
-    resume_at: Annotated[int, typer.Option(RESUME_AT, hidden=True)] = 0,
-    resume_as: Annotated[str, typer.Option(RESUME_AS, hidden=True)] = "",
+    resume_at: Annotated[int, typer.Option("--resume-at", hidden=True)] = 0,
+    resume_as: Annotated[str, typer.Option("--resume-as", hidden=True)] = "",
 ) -> None:
     """Join a run and train until it ends. Ctrl-C leaves after saving; a second Ctrl-C leaves at once.
 
@@ -502,8 +452,7 @@ def join_command(
     Before a run trains on files of this machine, it is shown, and you are asked. What this machine lends to runs is
     kept in a file: see `shoal terms`."""
     from shoal.peer.checkpoints.retention import parse_retention
-    from shoal.peer.cli.runs import is_named, named_invite
-    from shoal.peer.guest.terms import parse_rate
+    from shoal.peer.cli.runs import is_named
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import Invite
 
@@ -511,148 +460,41 @@ def join_command(
     for text in runs:  # names are looked up when their turn has come
         if not is_named(text):
             Invite.read(text)
-    retention = parse_retention(keep_checkpoints, keep_every)
-    host_bytes, device_bytes = _memory("--max-memory", max_memory), _memory("--max-device-memory", max_device_memory)
-    bind_to, reached_at = split_host_port(bind), split_host_port(advertise) if advertise else ("", 0)
-    given = given_terms(max_upload, max_download, monthly_data, hours, power, nice)
-    relay_bps = parse_rate(relay_for_others, "--relay-for-others") if relay_for_others else 0.0
-    from shoal.peer.cli.guest import keeper_of, wait_until_lent
-    from shoal.peer.integrations.trackers import TrackedRun, Tracker, TrackerChoice
-    from shoal.peer.terminal.reporter import Reporter, setup_logging
+    from shoal.peer.guest.terms import parse_rate
+    from shoal.peer.options import SessionOptions
+
+    options = SessionOptions(
+        identity=identity,
+        state=state,
+        name=name,
+        bind=split_host_port(bind),
+        maps_ports=port_mapping,
+        relay_bps=parse_rate(relay_for_others, "--relay-for-others") if relay_for_others else 0.0,
+        advertise=split_host_port(advertise) if advertise else ("", 0),
+        role=role,
+        checkpoints=parse_retention(keep_checkpoints, keep_every),
+        start_from=start_place(start_from) if start_from else None,
+        accept_amendments=accept_amendments,
+        data=DataPlaces.of(data or (), _memory("--data-cache", data_cache)),
+    )
+    memory = _memory("--max-memory", max_memory), _memory("--max-device-memory", max_device_memory)
+    terms = given_terms(max_upload, max_download, monthly_data, hours, power, nice)
+    from shoal.peer.cli.joining import Compute, Copies, Joiner, Lending, Reports
+    from shoal.peer.integrations.trackers import TrackerChoice
+    from shoal.peer.terminal.reporter import setup_logging
 
     setup_logging(console, verbose)
     choices = [TrackerChoice.parse(text) for text in track or ()]
-    notices = SpotNotices(spot) if spot is not None else None
-
-    def join_study(invite: Invite) -> bool:
-        """Take part in the trials of a study until it ends; as ``join_one``."""
-        from shoal.peer.cli.consent import check_accepted
-        from shoal.peer.trials.door import trials_to_join
-
-        if accept:
-            check_accepted(accept, invite.run_hash.hex())
-        for trial in trials_to_join(invite):
-            try:
-                if not join_one(trial, trial.run_hash.hex() if accept else ""):
-                    return False
-            except (RunEnded, UnknownRun) as error:
-                log.info("%s; looking for the next trial", error)
-        return True
-
-    def join_one(invite: Invite, accept: str) -> bool:
-        """Take part in one run until it ends; returns whether to go on to the next one. Raises ``_Paused``, and
-        ``RunAmended`` where the owner does not agree to what has become of the run."""
-        while True:
-            try:
-                with Reporter(console, log_json) as reporter, keeper_of(invite, identity, state, given) as keeper:
-                    # Before torch is imported: it takes memory.
-                    if not wait_until_lent(keeper, invite.run, reporter.on_event):
-                        return False
-                    if notices is not None and (notice := notices.look()):
-                        log.warning("the provider takes this machine back (%s): this peer does not join", notice)
-                        raise typer.Exit(TERMINATED)
-                    return train(invite, accept, keeper, reporter)
-            except RunAmended as amended:
-                from shoal.peer.cli.consent import Consent
-
-                Consent(console).ask_again(amended, invite.run_hash, keeper.folder)
-
-    def train(invite: Invite, accept: str, keeper: GuestKeeper, reporter: Reporter) -> bool:
-        from shoal.peer.checkpoints.manifest import MANIFEST
-        from shoal.peer.cli.consent import Consent, agreed_ends
-        from shoal.peer.cli.join import Ending, Work, run_member
-        from shoal.peer.cli.restore import parse_copy_to
-        from shoal.peer.options import SessionOptions
-        from shoal.peer.terminal.views import farewell
-        from shoal.peer.training.device import MemoryLimits
-
-        trackers: list[Tracker] = []
-        joined: list[tuple[str, Path]] = []
-
-        def on_event(event: Event) -> None:
-            reporter.on_event(event)
-            for tracker in trackers:
-                tracker.on_event(event)
-
-        def watch(connection: RunConnection, peer: Watched) -> None:
-            reporter.watch(peer)
-            joined.append((connection.run_file.run.name, options.folder(connection.run_file, connection.peer)))
-            about = TrackedRun.of(connection.run_file, connection.peer)
-            trackers.extend(ending.enter_context(Tracker(choice, about)) for choice in choices)
-            if web is not None:
-                from shoal.peer.member.page_source import JoinedPage, network_loop
-                from shoal.swarm.web.server import PageServer
-
-                pages = PageServer(split_host_port(web, DEFAULT_WEB_PORT))
-                ending.callback(pages.close)
-                ending.enter_context(pages.showing(JoinedPage(connection), network_loop(connection)))
-                console.print(f"Page    {pages.url}", highlight=False, soft_wrap=True)
-
-        limits = MemoryLimits(host_bytes, device_bytes)
-        work = Work(device, devices, tensor_parallel, limits, threads or None)
-        options = SessionOptions(
-            identity=identity,
-            state=state,
-            name=name,
-            bind=bind_to,
-            maps_ports=port_mapping,
-            relay_bps=relay_bps,
-            advertise=reached_at,
-            role=_ROLES[role],
-            checkpoints=retention,
-            copy_to=parse_copy_to(copy_to, copy_every, retention),
-            start_from=start_place(start_from) if start_from else None,
-            accept_amendments=accept_amendments,
-            agreed_ends=agreed_ends(keeper.folder, invite.run_hash),
-            data=DataPlaces.of(data or (), _memory("--data-cache", data_cache), keeper.limits),
-            limits=keeper.limits,
-            on_event=on_event,
-        )
-        with ExitStack() as ending:
-            how = run_member(str(invite), options, work, Consent(console, accept), keeper, watch, notices)
-        for run, folder in joined if how is not Ending.PAUSED else ():
-            has_model = any(folder.glob(f"**/{MANIFEST}"))
-            words = farewell(run, folder, ended=how is Ending.RUN_ENDED, has_model=has_model)
-            console.print(words, markup=False, highlight=False, soft_wrap=True)
-        if how is Ending.TERMINATED:
-            raise typer.Exit(TERMINATED)
-        if how is Ending.PAUSED:
-            raise _Paused
-        return how is Ending.RUN_ENDED
-
-    for number, one in enumerate(runs[resume_at:], resume_at):
-        # Who has paused goes on with the run that it was in, whatever has that name in the directories now.
-        known = resume_as if number == resume_at else ""
-        joined = Invite.parse(known) if known else named_invite(one, directory) or Invite.read(one)
-        try:
-            if not (join_study(joined) if joined.is_study else join_one(joined, accept)):
-                return
-        except (RunEnded, RunAmended) as error:
-            if number + 1 == len(runs):
-                raise
-            log.info("%s; joining the next one", error)
-        except _Paused:
-            begin_anew(number, str(joined) if is_named(one) else "")
-
-
-class _Paused(Exception):
-    """The owner's terms have ended a membership, which goes on when they allow it."""
-
-
-def begin_anew(resume_at: int, resume_as: str) -> NoReturn:
-    """Replace this process by one of the same command, which waits without the memory that training has taken.
-
-    ``resume_at``: number of the run that it joins, of those that were given; ``resume_as``: its invite, for one that
-    was given by name. Such an invite is public, so others on this machine may read it."""
-    arguments = sys.argv[1:]
-    for option in (RESUME_AT, RESUME_AS):
-        if option in arguments:
-            at = arguments.index(option)
-            del arguments[at : at + 2]
-    arguments += [RESUME_AT, str(resume_at), *([RESUME_AS, resume_as] if resume_as else [])]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "shoal.peer", *arguments])
+    page = split_host_port(web, DEFAULT_WEB_PORT) if web is not None else None
+    joiner = Joiner(
+        options,
+        Compute(device, devices, tensor_parallel, *memory, threads),
+        Copies(copy_to, copy_every),
+        Lending(terms, SpotNotices(spot) if spot is not None else None, accept),
+        Reports(console, log_json, choices, page),
+        directory,
+    )
+    joiner.join_all(runs, resume_at, resume_as)
 
 
 @app.command("status")

@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -258,3 +258,30 @@ class Tracker:
                     sink.log(metrics_of(event), event["round"])
         except Exception as error:  # noqa: BLE001 a stranger's package, whose errors have no common class; training goes on
             log.warning("%s gets no more metrics: %s: %s", self._choice.kind, type(error).__name__, error)
+
+
+class RunTrackers:
+    """Trackers of the runs of a host; a context manager that ends them."""
+
+    def __init__(self, choices: Sequence[TrackerChoice]) -> None:
+        self._choices = choices
+        self._trackers: dict[str, list[Tracker]] = {}
+        self._ending = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.close()
+
+    def start(self, about: TrackedRun) -> None:
+        """Track a run from now on, if it is not tracked yet."""
+        if about.name not in self._trackers:
+            self._trackers[about.name] = [self._ending.enter_context(Tracker(one, about)) for one in self._choices]
+
+    def on_event(self, event: Event) -> None:
+        """Give an event to the trackers of its run."""
+        for tracker in self._trackers.get(event["run"], ()):
+            tracker.on_event(event)

@@ -82,11 +82,11 @@ class PipelinePeer:
             raise UserError(
                 "the run has a [pipeline], and nobody scores work there: a validator would need all stages' states and "
                 "whole contributions, which members do not show. Its stages compute each other's work again instead "
-                "([audit] share): join it with --role full or contribute-only"
+                "([audit] share): join it with --role trainer or contributor"
             )
         if connection.options.role not in ("trainer", "contributor"):
             raise UserError(
-                "the run has a [pipeline], whose members all hold stages: join it with --role full or contribute-only"
+                "the run has a [pipeline], whose members all hold stages: join it with --role trainer or contributor"
             )
 
     # The run --------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def _scored(event: Event) -> str:
     gain = event.get("gain_random")
     change = "" if gain is None else f" · {gain:+.5f} nats on random samples"
     found = _FOUND.get(str(event.get("finding")), "?")
-    return f"round {event.get('round')}: the work of {event.get('peer')} {found}{change}{by}"
+    return f"round {event.get('round')}: the work of {_who(event)} {found}{change}{by}"
 
 
 _FOUND = {
@@ -134,12 +134,12 @@ def _span(event: Event) -> str:
 
 
 def _member_joined(event: Event) -> str:
-    return f"{event.get('name')} ({event.get('peer')}) joined with {event.get('device')}"
+    return f"{_who(event)} joined with {event.get('device')}"
 
 
 def _member_lost(event: Event) -> str:
     trouble = f": {event['trouble']}" if event.get("trouble") else ""
-    return f"{event.get('name') or event.get('peer')} is gone: {event.get('reason')}{trouble}"
+    return f"{_who(event)} is gone: {event.get('reason')}{trouble}"
 
 
 def _stages_cut(event: Event) -> str:
@@ -150,7 +150,7 @@ def _stages_cut(event: Event) -> str:
 
 def _span_assigned(event: Event) -> str:
     first, last = event.get("first") or 0, event.get("last") or 0
-    return f"{event.get('name') or event.get('peer')} is to hold {range_text('stage', first, last)}"
+    return f"{_who(event)} is to hold {range_text('stage', first, last)}"
 
 
 def _round_closing(event: Event) -> str:
@@ -239,8 +239,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "stages_cut": _stages_cut,
     "span_assigned": _span_assigned,
     "span_taken": lambda event: (
-        f"{event.get('name') or event.get('peer')} holds no stage any more"
-        + (f": it {event['reason']}" if event.get("reason") else "")
+        f"{_who(event)} holds no stage any more" + (f": it {event['reason']}" if event.get("reason") else "")
     ),
     "round_closing": _round_closing,
     "round_reopened": _round_reopened,
@@ -250,6 +249,11 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "loss_rose": _loss_rose,
     "epochs_covered": _epochs_covered,
 }
+
+
+def _who(event: Event) -> str:
+    """The peer that an event is about: its name, where that is known, with the id, which nobody else can have."""
+    return f"{event['name']} ({event.get('peer')})" if event.get("name") else str(event.get("peer"))
 
 
 def _peers(members: Any) -> str:

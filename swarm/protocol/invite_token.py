@@ -80,10 +80,10 @@ def check_terms(claims: TokenClaims, role: Role, unix_s: float) -> None:
 
 
 _OPTIONS: dict[InviteRole, str] = {
-    "trainer": "--role full",
-    "contributor": "--role contribute-only",
+    "trainer": "--role trainer",
+    "contributor": "--role contributor",
     "validator": "--role validator",
-    "observer": "--role observe",
+    "observer": "--role follower",
 }
 
 

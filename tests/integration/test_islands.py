@@ -148,7 +148,7 @@ def test_a_rank_is_killed(swarm: Swarm, step: str, victim: int) -> None:
     step: the membership ends at once, the others go on, and the same command brings it back."""
     host = swarm.host(run_toml(max_s=3.0))
     # A vector of one chunk has one owner: this has it be the island.
-    leaves_owning = ("--role", "contribute-only") if step.startswith("reducing") else ()
+    leaves_owning = ("--role", "contributor") if step.startswith("reducing") else ()
     other = swarm.member(host.invite, "other", extra=leaves_owning)
     island = swarm.member(host.invite, "island", extra=("--devices", "cpu:2"), device="auto")
     arguments, armed = island.command[island.command.index("join") :], swarm.folder / "armed"

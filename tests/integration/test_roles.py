@@ -12,8 +12,8 @@ def test_a_contributor_reduces_nothing_and_a_follower_follows(swarm: Swarm) -> N
     gate = swarm.folder / "gate"
     gate.touch()
     full = swarm.member(host.invite, "full", held(gate))
-    giver = swarm.member(host.invite, "giver", held(gate), extra=["--role", "contribute-only"])
-    watcher = swarm.member(host.invite, "watcher", SHOAL, extra=["--role", "observe"])
+    giver = swarm.member(host.invite, "giver", held(gate), extra=["--role", "contributor"])
+    watcher = swarm.member(host.invite, "watcher", SHOAL, extra=["--role", "follower"])
     for member in (full, giver, watcher):
         member.event("synced", START_S)
     for member in (full, giver):

@@ -87,7 +87,7 @@ class Stage:
         members = swarm.members(host.invite, OWNERS[0], launcher=launcher)
         members[0].event("synced", START_S)
         members += swarm.members(host.invite, *OWNERS[1:], launcher=launcher)
-        members.append(swarm.member(host.invite, CONTRIBUTOR, launcher, extra=["--role", "contribute-only"]))
+        members.append(swarm.member(host.invite, CONTRIBUTOR, launcher, extra=["--role", "contributor"]))
         return cls(swarm, Orders(folder), host, members, Audit(load_run_file(host.run_file)[1]))
 
     def finish(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shoal.peer.cli import join, runs
+from shoal.peer.cli import join, joining
 from shoal.peer.cli.join import Ending
 from shoal.peer.cli.main import app
 from shoal.peer.guest.spot import SpotNotices
@@ -111,10 +111,10 @@ def test_whose_owner_agrees_goes_on_in_the_run(machine: Machine, monkeypatch: py
 def test_after_a_pause_a_name_is_still_the_run_that_was_joined(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "named_invite", lambda text, _: REEF if text == "reef" else None)
+    monkeypatch.setattr(joining, "named_invite", lambda text, _: REEF if text == "reef" else None)
     machine.endings = [Ending.PAUSED]
     machine.join("reef", "--then", str(KELP))
-    monkeypatch.setattr(runs, "named_invite", lambda text, _: KELP)  # another run has the name now
+    monkeypatch.setattr(joining, "named_invite", lambda text, _: KELP)  # another run has the name now
     machine.endings = [Ending.PAUSED]
     machine.join(
         *machine.again[1 : machine.again.index("--identity")], *machine.again[machine.again.index("--state") + 2 :]
