@@ -93,6 +93,7 @@ def test_adapters_are_averaged_and_the_base_stays_as_it_is(swarm: Swarm) -> None
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.matrix
 def test_lightning_and_fabric_train_in_one_run(swarm: Swarm) -> None:
     hosting = swarm.host(TOML.format(ends="rounds = 5", tokens=600, max_s=20))
     loops = [loop(swarm, hosting.invite, kind) for kind in ("lightning", "fabric")]

@@ -21,7 +21,7 @@ from tests.integration.meeting_matrix import (
 from tests.integration.namespaces import NoNamespaces
 from tests.integration.nat_lab import Kind
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.matrix]
 
 FAST, SLOW = 0.6, 20.0
 """Least rate over any path, beside that of two public machines, and the longest time to a first byte, in seconds: what
@@ -63,6 +63,5 @@ def test_the_sites_with_a_step_of_their_own(tmp_path: Path) -> None:
     check(meetings(tmp_path, (Kind.PUBLIC, Kind.PORT_RESTRICTED, Kind.SYMMETRIC, Kind.ONLY_443)))
 
 
-@pytest.mark.matrix
 def test_all_sites(tmp_path: Path) -> None:
     check(meetings(tmp_path, tuple(SITES)))

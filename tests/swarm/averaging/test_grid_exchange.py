@@ -31,6 +31,11 @@ WEIGHTS = [7 * index % 5 + 1 for index in range(16)]
 """Of sixteen members."""
 
 
+def for_chaos(grid: str, codec: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Mark all cases of sixteen members but those of int8, which take seconds each, for `make chaos`."""
+    return (pytest.mark.matrix,) if grid == "4x4" and codec != "int8" else ()
+
+
 def grid(rows: Sequence[Sequence[int]], elements: int = 30 * 4096 + 123) -> RoundPlan:
     return plan_of(WEIGHTS[: sum(map(len, rows))], rows, elements)
 
@@ -67,8 +72,14 @@ def test_uplinks_are_shared_as_the_bytes_go(rows: Sequence[Sequence[int]]) -> No
     run_virtual(main())
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rows", [SQUARE, UNEVEN, [[0], [1]], [[0, 2], [1]]], ids=["4x4", "3+2+2", "1+1", "2+1"])
+@pytest.mark.parametrize(
+    ("rows", "codec"),
+    [
+        pytest.param(rows, codec, id=f"{name}-{codec}", marks=for_chaos(name, codec))
+        for rows, name in [(SQUARE, "4x4"), (UNEVEN, "3+2+2"), ([[0], [1]], "1+1"), ([[0, 2], [1]], "2+1")]
+        for codec in CODEC_NAMES
+    ],
+)
 def test_everybody_gets_the_same_weighted_mean(rows: list[list[int]], codec: str) -> None:
     async def main() -> None:
         sides = make_sides(MemoryNetwork(seed=len(rows)), grid(rows), codec)
@@ -86,10 +97,16 @@ def test_everybody_gets_the_same_weighted_mean(rows: list[list[int]], codec: str
     run_virtual(main())
 
 
-@pytest.mark.parametrize("codec", ["float32", "int8"])
-@pytest.mark.parametrize("rows", [SQUARE, UNEVEN, [[0, 1, 2, 3, 4, 5, 6]]], ids=["4x4", "3+2+2", "flat"])
 @pytest.mark.parametrize("mean", ["clip", "trimmed"])
-def test_everybody_gets_the_same_robust_mean(mean: Method, rows: list[list[int]], codec: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "codec"),
+    [
+        pytest.param(rows, codec, id=f"{name}-{codec}", marks=for_chaos(name, codec))
+        for rows, name in [(SQUARE, "4x4"), (UNEVEN, "3+2+2"), ([range(7)], "flat")]
+        for codec in ("float32", "int8")
+    ],
+)
+def test_everybody_gets_the_same_robust_mean(mean: Method, rows: Sequence[Sequence[int]], codec: str) -> None:
     """Of each row, and then of the rows; the same bytes in another order of arrival, and nothing above a bound."""
 
     async def main(seed: int) -> list[bytes | None]:
@@ -163,7 +180,7 @@ def moved(plan: RoundPlan, codec: str) -> tuple[list[int], list[int]]:
     return run_virtual(main())
 
 
-@pytest.mark.parametrize("codec", ["float32", "int8"])
+@pytest.mark.parametrize("codec", [pytest.param("float32", marks=pytest.mark.matrix), "int8"])
 def test_sixteen_peers_need_six_partners_and_no_more_bytes(codec: str) -> None:
     elements = 16 * 8 * 4096
     square, flat, codec_map = grid(SQUARE, elements), plan_of(WEIGHTS, [range(16)], elements), get_codec_map(codec)
@@ -179,7 +196,9 @@ def test_sixteen_peers_need_six_partners_and_no_more_bytes(codec: str) -> None:
 # Error feedback -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["int8", "bfloat16", "sign", "topk"])
+@pytest.mark.parametrize(
+    "codec", ["int8", "topk", *(pytest.param(codec, marks=pytest.mark.matrix) for codec in ("bfloat16", "sign"))]
+)
 def test_what_the_means_lack_is_in_the_residuals(codec: str) -> None:
     """Over several rounds in other grids: means times total weight, and weighted residuals, add up to what came."""
 
@@ -339,7 +358,7 @@ def check_means(plan: RoundPlan, alive: Sequence[Side], means: Sequence[Tensor])
     assert all(torch.equal(mean, means[0]) for mean in means)
 
 
-@pytest.mark.parametrize("rows", [SQUARE, UNEVEN], ids=["4x4", "3+2+2"])
+@pytest.mark.parametrize("rows", [pytest.param(SQUARE, marks=pytest.mark.matrix), UNEVEN], ids=["4x4", "3+2+2"])
 @pytest.mark.parametrize("kind", ["contribution", "partial", "result"])
 def test_a_row_reducer_that_dies_costs_its_row_nothing(kind: str, rows: list[list[int]]) -> None:
     plan = grid(rows)

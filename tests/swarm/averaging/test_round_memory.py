@@ -43,7 +43,8 @@ def test_rounds_with_chunks_of_all_sizes_need_encoded_forms_and_a_window(
                 del outcomes
                 for member in run.members:
                     held_bytes = member.averager._buffers.held_bytes
-                    assert held_bytes < 1.1 * needed_bytes + 3 * _SEGMENT_BYTES, number
+                    # Both pools keep a quarter more than their peaks, and up to two segments that are not full.
+                    assert held_bytes < 1.25 * needed_bytes + 2 * 2 * _SEGMENT_BYTES, number
 
     run_virtual(main())
 

@@ -96,8 +96,8 @@ def timed(**more: float) -> RunFile:
 @pytest.mark.parametrize(
     ("speeds", "overlap"),
     [
-        ([2, 40], False),
         ([2, 8], True),
+        pytest.param([2, 40], False, marks=pytest.mark.matrix),
         pytest.param([2, 8], False, marks=pytest.mark.matrix),
         pytest.param([2, 40], True, marks=pytest.mark.matrix),
         pytest.param([2, 2, 2, 40], False, marks=pytest.mark.matrix),
@@ -118,7 +118,7 @@ def test_uneven_members_keep_their_shares(monkeypatch: pytest.MonkeyPatch, speed
         assert share(bounded, number) == pytest.approx(speed / sum(speeds), rel=0.05)
 
 
-@pytest.mark.parametrize("algorithm", ["diloco", "virtual_batch"])
+@pytest.mark.parametrize("algorithm", ["diloco", pytest.param("virtual_batch", marks=pytest.mark.matrix)])
 def test_uneven_members_of_rounds_with_a_goal_are_no_slower(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     def lasted_s() -> float:
         world = UnevenWorld(run_file(algorithm, tokens=2000, max_s=60.0), [2, 8, 40])
