@@ -24,7 +24,7 @@ help:
 	@echo 'make soak      twelve peers that are killed and started for ten minutes  SOAK_ARGS=…'
 	@echo 'make chaos     all further cases: faults at every step, long attacks, NATs; hours  CHAOS_ARGS=…'
 	@echo 'make check     lint, format check and types, of benchmarks and examples too'
-	@echo 'make docs      make the generated pages of docs/: run-file.md, events.md, the tree'
+	@echo 'make docs      make the generated pages of docs/: run-file.md, events.md, metrics.md, the tree'
 	@echo 'make bench     run the benchmarks, results in benchmarks/results/        BENCHMARKS=… BENCH_ARGS=…'
 	@echo 'make dist      make sdist and wheel in dist/, and run the demo from them where nothing else is installed'
 	@echo 'make deploy-check  check the launchers in deploy/ with all of their validators; minutes'

@@ -33,6 +33,8 @@ from tests.swarm.web.samples import RUN, member, status, verdict
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.web.metrics import Reading
+from shoal.swarm.web.run_metrics import HostFacts, run_readings
 from shoal.swarm.web.server import PageServer
 
 Row = dict[str, Any]
@@ -63,6 +65,9 @@ class LargeRun:
 
     async def verdicts(self, first: int, limit: int) -> Sequence[Verdict]:
         return self._rounds[first : first + limit]
+
+    async def readings(self) -> Sequence[Reading]:
+        return run_readings(RUN, await self.status(), HostFacts())
 
 
 @contextlib.contextmanager

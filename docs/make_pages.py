@@ -1,4 +1,5 @@
-"""Make the pages of docs/ that are generated: run-file.md of the run file's models, events.md of the events' schema.
+"""Make the pages of docs/ that are generated: run-file.md of the run file's models, events.md of the events' schema,
+metrics.md of the table of metrics.
 
 python docs/make_pages.py        (`make docs`)
 """
@@ -6,12 +7,13 @@ python docs/make_pages.py        (`make docs`)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.peer.event_schema import FIELDS_OF_ALL, HOST_EVENTS, PEER_EVENTS, EventKind
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.web.metrics import HOST_METRICS, NAMED_MEMBERS, PEER_METRICS, PROCESS_METRICS, RUN_METRICS, Metric
 
 DOCS = Path(__file__).resolve().parent
 _MADE = "<!-- Made by `make docs`; do not edit. -->"
@@ -122,7 +124,47 @@ def _fields(fields: Mapping[str, str]) -> list[str]:
     return ["| field | meaning |", "| --- | --- |", *(f"| `{name}` | {words} |" for name, words in fields.items())]
 
 
-PAGES = {"run-file.md": run_file_page, "events.md": events_page}
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        _MADE,
+        "",
+        "`shoal host --metrics` and `shoal join --metrics` serve these to Prometheus (extra `metrics`); so does the",
+        "page (`--web`), at `/metrics`. How to get to a dashboard: [operations.md](operations.md#metrics-and-alerts).",
+        "",
+        "- Units are in the names; `_total` only grows while the process runs, and all else are gauges. What is not",
+        "  known is absent. What members say of themselves (speed, bytes, name, device) is their own word.",
+        "- All but those of the process have the label `run`, as a host may have several.",
+        f"- At most {NAMED_MEMBERS} members have labels of their own: those here with the most committed tokens. The",
+        '  gauges of all others are summed as `peer="other"`. Who has committed nothing is only counted.',
+        "- Labels have no address, no invite and no key, at most 64 letters, and none that cannot be printed.",
+        "",
+        "## Of a run, by its host",
+        "",
+        *_metrics(RUN_METRICS),
+        *_metrics(HOST_METRICS)[2:],
+        "",
+        "## Of a peer, by itself",
+        "",
+        *_metrics(PEER_METRICS),
+        "",
+        '`shoal_up`, `shoal_answer_seconds` and `shoal_disk_free_bytes` (`files="peer"`) are a peer\'s, too.',
+        "",
+        "## Of the process",
+        "",
+        *_metrics(PROCESS_METRICS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(table: Iterable[Metric]) -> list[str]:
+    rows = [_row(one.name, ", ".join(f"`{label}`" for label in one.labels), one.meaning) for one in table]
+    return ["| metric | labels | meaning |", "| --- | --- | --- |", *rows]
+
+
+PAGES = {"run-file.md": run_file_page, "events.md": events_page, "metrics.md": metrics_page}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ DEFAULT_PORT = 7707
 DEFAULT_WEB_PORT = 7780
 """Port of the page for browsers by default."""
 
+DEFAULT_METRICS_PORT = 7790
+"""Port of ``/metrics`` without a page, by default."""
+
 STOPPED_AT_ONCE = 130
 """Exit code after a second Ctrl-C."""
 

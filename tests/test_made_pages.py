@@ -21,7 +21,7 @@ def load_maker() -> Any:
     return module
 
 
-@pytest.mark.parametrize("page", ["run-file.md", "events.md"])
+@pytest.mark.parametrize("page", ["run-file.md", "events.md", "metrics.md"])
 def test_pages_are_fresh(page: str) -> None:
     made = load_maker().PAGES[page]()
     assert (ROOT / "docs" / page).read_text(encoding="utf-8") == made, "run `make docs`"

@@ -120,7 +120,8 @@ class HostOptions:
     ``data``: where the run's data is looked for, for that. ``publish``: path or URL where the run's
     card is kept up to date; empty for nowhere.
     ``via``: relays that this host is reached over; ``relay``: run one beside it for members that cannot be dialed,
-    unless it is reached over others. ``web``: where to serve the page of the runs; None for nowhere."""
+    unless it is reached over others. ``web``: where to serve the page of the runs, ``metrics``: where to serve their
+    metrics alone; None for nowhere."""
 
     identity: Path | None
     state: Path
@@ -134,13 +135,14 @@ class HostOptions:
     via: tuple[RelayUrl, ...] = ()
     relay: bool = True
     web: tuple[str, int] | None = None
+    metrics: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
 class Hosting:
     """Facts of a started host that are printed for the person who runs it. ``card``: where its card is published,
     empty for nowhere; ``key``: that the card is signed with, as directories name it. ``page``: address of the runs'
-    page; empty without one."""
+    page, ``metrics``: of their metrics without a page; empty without one."""
 
     run: RunFile
     invite: Invite
@@ -150,6 +152,7 @@ class Hosting:
     card: str = ""
     key: str = ""
     page: str = ""
+    metrics: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,8 @@ async def host(
         journal = await ending.enter_async_context(leased(runs[0], options, keys)) if len(run_paths) == 1 else None
         front = await ending.enter_async_context(CoordinatorFront.open(keys, address, names))
         pages = ending.enter_context(_pages(options.web)) if options.web is not None else None
-        shared = ServingHost(front, pages, options, stop, on_start, on_event)
+        metrics = ending.enter_context(_metrics(options.metrics)) if options.metrics is not None else None
+        shared = ServingHost(front, pages, options, stop, on_start, on_event, metrics)
         if journal is not None:
             await serve(shared, runs[0], journal)
             return
@@ -208,7 +212,8 @@ async def host(
 
 @dataclass(frozen=True)
 class ServingHost:
-    """Parts of a host that all its runs share. ``pages``: the server of their page, if there is one."""
+    """Parts of a host that all its runs share. ``pages``: the server of their page, ``metrics``: of their metrics
+    alone, if there is one."""
 
     front: CoordinatorFront
     pages: PageServer | None
@@ -216,6 +221,7 @@ class ServingHost:
     stop: asyncio.Event
     on_start: Callable[[Hosting], None]
     on_event: Callable[[Event], None]
+    metrics: PageServer | None = None
 
 
 @contextmanager
@@ -225,6 +231,18 @@ def _pages(web: tuple[str, int]) -> Iterator[PageServer]:
 
     spare = allow_files(HOST_DESCRIPTORS + MOST_CONNECTIONS) - HOST_DESCRIPTORS
     server = PageServer(web, spare)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def _metrics(place: tuple[str, int]) -> Iterator[PageServer]:
+    """Serve metrics without a page. Raises ``UserError`` and ``Unreachable``."""
+    from shoal.swarm.web.server import METRICS_CONNECTIONS, PageServer
+
+    server = PageServer(place, METRICS_CONNECTIONS, only_metrics=True)
     try:
         yield server
     finally:
@@ -370,14 +388,15 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[LocalJournal,
         resumed = scope.round_number, scope.anchor_version
         at = card_place(options.publish, run.run.name) if options.publish else None
         shown, key = at.shown if at else "", key_text(identity.public_key)
-        page = ""
-        if shared.pages is not None:
-            ending.enter_context(shared.pages.showing(HostedPage(service), asyncio.get_running_loop()))
-            page = shared.pages.url
+        folders = {"host": state} | ({"backup": backup.folder} if backup is not None else {})
+        page, loop = HostedPage(service, folders), asyncio.get_running_loop()
+        for server in filter(None, (shared.pages, shared.metrics)):
+            ending.enter_context(server.showing(page, loop))
+        urls = [server.url if server is not None else "" for server in (shared.pages, shared.metrics)]
 
         def announce(invite: Invite) -> None:
             keep(INVITE_FILE, f"{invite}\n".encode(), 0o600)
-            shared.on_start(Hosting(run, invite, state, *resumed, shown, key, page))
+            shared.on_start(Hosting(run, invite, state, *resumed, shown, key, *urls))
 
         invite = await make_invite()
         announce(invite)

@@ -64,6 +64,8 @@ class HostScreen:
             self._print(f"Start   {run.start.source}; where its checkpoint is, join with --from FOLDER")
         if hosting.page:
             self._print(f"Page    {hosting.page}")
+        if hosting.metrics:
+            self._print(f"Metrics {hosting.metrics}")
         if hosting.card:
             self._print(f"Card    {hosting.card}")
             self._print(f"Key     {hosting.key}")

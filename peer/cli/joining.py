@@ -63,12 +63,14 @@ class Compute:
 
 @dataclass(frozen=True)
 class Reports:
-    """Where a peer is shown. ``log_json``: file of events; ``trackers``: of metrics; ``web``: where to serve a page."""
+    """Where a peer is shown. ``log_json``: file of events; ``trackers``: of metrics; ``web``: where to serve a page,
+    ``metrics``: where to serve metrics alone."""
 
     console: Console
     log_json: Path | None = None
     trackers: Sequence[TrackerChoice] = ()
     web: tuple[str, int] | None = None
+    metrics: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,8 @@ class Joiner:
             joined.append((connection.run_file.run.name, options.folder(connection.run_file, connection.peer)))
             about = TrackedRun.of(connection.run_file, connection.peer)
             trackers.extend(ending.enter_context(Tracker(choice, about)) for choice in self.reports.trackers)
-            if self.reports.web is not None:
-                _serve_page(self.reports.web, connection, console, ending)
+            if self.reports.web is not None or self.reports.metrics is not None:
+                _serve(self.reports, connection, peer, ending)
 
         options = replace(
             self.options,
@@ -204,15 +206,22 @@ class Joiner:
         return how is Ending.RUN_ENDED
 
 
-def _serve_page(web: tuple[str, int], connection: RunConnection, console: Console, ending: ExitStack) -> None:
-    """Serve a page of the run for browsers until ``ending``."""
+def _serve(reports: Reports, connection: RunConnection, peer: Watched, ending: ExitStack) -> None:
+    """Serve a page for browsers, and metrics, as far as they are wanted, until ``ending``."""
     from shoal.peer.member.page_source import JoinedPage, network_loop
-    from shoal.swarm.web.server import PageServer
+    from shoal.swarm.web.server import METRICS_CONNECTIONS, PageServer
 
-    pages = PageServer(web)
-    ending.callback(pages.close)
-    ending.enter_context(pages.showing(JoinedPage(connection), network_loop(connection)))
-    console.print(f"Page    {pages.url}", highlight=False, soft_wrap=True)
+    source, loop = JoinedPage(connection, peer), network_loop(connection)
+
+    def show(server: PageServer, what: str) -> None:
+        ending.callback(server.close)
+        ending.enter_context(server.showing(source, loop))
+        reports.console.print(f"{what:8}{server.url}", highlight=False, soft_wrap=True)
+
+    if reports.web is not None:
+        show(PageServer(reports.web), "Page")
+    if reports.metrics is not None:
+        show(PageServer(reports.metrics, METRICS_CONNECTIONS, only_metrics=True), "Metrics")
 
 
 def begin_anew(resume_at: int, resume_as: str) -> NoReturn:

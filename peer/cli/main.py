@@ -33,6 +33,7 @@ from shoal.peer.cli.runs import app as finding_commands
 from shoal.peer.data_places import DataPlaces
 from shoal.peer.guest.spot import SpotNotices, SpotProvider
 from shoal.peer.options import (
+    DEFAULT_METRICS_PORT,
     DEFAULT_PORT,
     DEFAULT_WEB_PORT,
     SHOAL_HOME,
@@ -119,6 +120,15 @@ WebOption = Annotated[
         help="Serve a page for browsers there; without an address for this machine only.",
     ),
 ]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(
+        is_flag=False,
+        flag_value=f"127.0.0.1:{DEFAULT_METRICS_PORT}",
+        metavar="[HOST:PORT]",
+        help="Serve /metrics for Prometheus there, without a page; without an address for this machine only.",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")]
 
 
@@ -167,6 +177,7 @@ def host_command(
         bool, typer.Option("--no-relay", help="Run no relay beside, for members that cannot be dialed.")
     ] = False,
     web: WebOption = None,
+    metrics: MetricsOption = None,
     log_json: LogJson = None,
     track: TrackOption = None,
     verbose: Verbose = False,
@@ -202,6 +213,7 @@ def host_command(
         via=tuple(RelayUrl.parse(url) for url in via or ()),
         relay=not no_relay,
         web=None if web is None else split_host_port(web, DEFAULT_WEB_PORT),
+        metrics=None if metrics is None else split_host_port(metrics, DEFAULT_METRICS_PORT),
     )
     screen = HostScreen(console, backup, several=len(runs) > 1)
     choices = [TrackerChoice.parse(text) for text in track or ()]
@@ -439,6 +451,7 @@ def join_command(
         typer.Option(metavar="INVITE|NAME", help="Join this run when the one before has ended; repeatable."),
     ] = None,
     web: WebOption = None,
+    metrics: MetricsOption = None,
     log_json: LogJson = None,
     track: TrackOption = None,
     verbose: Verbose = False,
@@ -486,12 +499,13 @@ def join_command(
     setup_logging(console, verbose)
     choices = [TrackerChoice.parse(text) for text in track or ()]
     page = split_host_port(web, DEFAULT_WEB_PORT) if web is not None else None
+    scraped = split_host_port(metrics, DEFAULT_METRICS_PORT) if metrics is not None else None
     joiner = Joiner(
         options,
         Compute(device, devices, tensor_parallel, *memory, threads),
         Copies(copy_to, copy_every),
         Lending(terms, SpotNotices(spot) if spot is not None else None, accept),
-        Reports(console, log_json, choices, page),
+        Reports(console, log_json, choices, page, scraped),
         directory,
     )
     joiner.join_all(runs, resume_at, resume_as)

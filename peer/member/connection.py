@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.peer.checkpoints.remote.upload import CheckpointUploader, CopyDestination
-from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
+from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore, StoredCheckpoint
 from shoal.peer.event_schema import make_event
 from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.member import LocalMember
@@ -170,6 +170,11 @@ class RunConnection:
             if self.options.copy_to is not None:
                 self._copy(store, self.options.copy_to)
         return self._stores[folder]
+
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """The checkpoints that are kept here, newest round first; in a pipeline those of all stages."""
+        kept = [one for store in list(self._stores.values()) for one in store.kept()]
+        return sorted(kept, key=lambda one: -one.round)
 
     def _copy(self, store: CheckpointStore, to: CopyDestination) -> None:
         """Copy the store's checkpoints to ``to``, under the same paths as on this machine."""

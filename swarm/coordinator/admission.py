@@ -117,6 +117,8 @@ class Admission:
         self.access_list = AccessList()
         self.refusals: Counter[str] = Counter()
         """Joins that were refused, by reason, since they were last recorded (``access_trail.py``)."""
+        self.refused: Counter[str] = Counter()
+        """The same since this process has hosted the run."""
         self.sent_bytes = SentBytes()
         self._log = log
         self._scope = scope
@@ -128,14 +130,18 @@ class Admission:
         try:
             yield
         except NotAdmitted as error:
-            self.refusals[error.reason] += 1
+            self._count_refusal(error.reason)
             raise
         except Removed:
-            self.refusals["banned"] += 1
+            self._count_refusal("banned")
             raise
         except TryLater:
-            self.refusals["too many"] += 1
+            self._count_refusal("too many")
             raise
+
+    def _count_refusal(self, reason: str) -> None:
+        self.refusals[reason] += 1
+        self.refused[reason] += 1
 
     @contextmanager
     def joining(

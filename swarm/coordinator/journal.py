@@ -72,6 +72,10 @@ class Journal(VerdictSource, Protocol):
         """Replace all transactions so far by a snapshot of the state that they lead to, and keep their verdicts. Never
         raises: a journal that cannot be compacted stays as it is, or, if that is in doubt, fails the next append."""
 
+    @property
+    def backup_behind_s(self) -> float | None:
+        """Seconds for which the backup lacks something of the journal, 0 while it is complete; None without one."""
+
     def close(self) -> None:
         """Give up the lease."""
 

@@ -410,6 +410,10 @@ class LocalJournal:
             if self._backup is not None:
                 self._backup.update(files)
 
+    @property
+    def backup_behind_s(self) -> float | None:
+        return self._backup.behind_s(time.monotonic()) if self._backup is not None else None
+
     def close(self) -> None:
         """Give up the lease; close the backup, too."""
         if self._files is None or self._folder_lock is None:
@@ -473,8 +477,13 @@ class Backup:
         """Length of the beginning of the access records that an earlier backup has; None for nothing of use."""
         self._journal_of: RecordFile | None = None
         self._refused: StorageError | None = None
-        self._behind = False
+        self._behind_since_s: float | None = None
         self._retry_s = 0.0
+
+    def behind_s(self, now_s: float) -> float:
+        """Return for how many seconds the journal has had something that is not here; 0 while all of it is."""
+        since_s = self._behind_since_s
+        return 0.0 if since_s is None else max(0.0, now_s - since_s)
 
     def keep(self, name: str, data: bytes, mode: int = 0o644) -> None:
         """Keep a small file that another machine needs beside the journal. It is written with the next record."""
@@ -491,7 +500,7 @@ class Backup:
 
     def update(self, files: JournalFiles) -> None:
         """Copy what the journal has more than the backup. Never raises."""
-        if self._refused is None and not (self._behind and time.monotonic() < self._retry_s):
+        if self._refused is None and not (self._is_behind and time.monotonic() < self._retry_s):
             self._copy(files)
 
     def _copy(self, files: JournalFiles) -> None:
@@ -499,7 +508,8 @@ class Backup:
             self._try_to_copy(files)
         except OSError as error:
             self._let_go()
-            self._behind, self._retry_s = True, time.monotonic() + _RETRY_S
+            self._fall_behind()
+            self._retry_s = time.monotonic() + _RETRY_S
             log.warning(
                 "THE BACKUP IN %s CANNOT BE WRITTEN and does not grow: %s. The run goes on without it, and this "
                 "machine tries again in %.0f s or later. Until then, everything new is lost if this machine is lost",
@@ -509,12 +519,21 @@ class Backup:
             )
         except StorageError as error:
             self._let_go()
+            self._fall_behind()
             self._refused = error
             log.error("the run goes on without a backup: %s", error)
         else:
-            if self._behind:
+            if self._is_behind:
                 log.warning("the backup in %s is complete again", self.folder)
-            self._behind = False
+            self._behind_since_s = None
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._behind_since_s is not None
+
+    def _fall_behind(self) -> None:
+        if self._behind_since_s is None:
+            self._behind_since_s = time.monotonic()
 
     def _try_to_copy(self, files: JournalFiles) -> None:
         if self._lock is None:

@@ -645,6 +645,8 @@ class CoordinatorService:
         self.handlers = [ScopeHandlers(self, self.scope)]
         """By scope."""
         self._next_index = journal.next_index
+        self.journal_writes, self.journal_write_s = 0, 0.0
+        """Transactions that this process has written, and how long that took."""
         self._unchecked = ""
         """Warning of stages with one replica that was logged last."""
         self._apart = ""
@@ -738,12 +740,17 @@ class CoordinatorService:
         events += self._trail.records(events, self.scope.admission.refusals, self.run.log.unix_s)
         if events:
             index, self._next_index = self._next_index, self._next_index + 1
+            began_s = time.monotonic()
             try:
                 # Never cut short, as the journal is closed next: also when this raises ``CancelledError``, it is there.
                 await in_thread(self.journal.append, index, events)
             except StorageError as error:
                 self._break(error)
                 raise DeadlineExceeded(_STOPS) from error
+            self.journal_writes, self.journal_write_s = (
+                self.journal_writes + 1,
+                self.journal_write_s + time.monotonic() - began_s,
+            )
             for event in events:
                 for observer in self._observers:
                     observer(event)

@@ -7,12 +7,13 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.web.documents import facts, round_detail
 from shoal.swarm.web.feed import Feed, encode
+from shoal.swarm.web.metrics import Reading, Readings
 from shoal.swarm.web.source import PageSource
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,10 @@ _TICK_S = 1.0
 _MEMBERS_A_TICK = 100
 """Members of which the status may be asked each second; of more, it is asked more rarely."""
 _ANSWER_S = 10.0
+_SCRAPE_S = 4.0
+"""Time for the run to answer a scrape, twice: Prometheus waits for ten seconds."""
+_REST = 50
+"""A scrape gets what an earlier one got for so many times as long as that took to find out, and for a second."""
 _ROUNDS_A_READ = 64
 _READS_A_LOOK = 32
 """A long history comes little by little, and the status does not wait for it."""
@@ -43,6 +48,9 @@ class RunPage:
         self._looked_s = -math.inf
         self._looking = asyncio.Lock()
         self._details: OrderedDict[int, bytes] = OrderedDict()
+        self._scraping = asyncio.Lock()
+        self._readings: Sequence[Reading] = ()
+        self._scrape_again_s = -math.inf
 
     # What browsers ask for --------------------------------------------------------------------------------
 
@@ -80,6 +88,29 @@ class RunPage:
             while len(self._details) > _KEPT_DETAILS:
                 self._details.popitem(last=False)
         return self._details[number]
+
+    async def readings(self) -> Sequence[Reading]:
+        """What a scrape says of the run, a second old or little more; whether it answers, at least. Never raises."""
+        async with self._scraping:
+            if time.monotonic() >= self._scrape_again_s:
+                began_s = time.monotonic()
+                self._readings = await self._scrape()
+                now_s = time.monotonic()
+                self._scrape_again_s = now_s + max(_TICK_S, _REST * (now_s - began_s))
+            return self._readings
+
+    async def _scrape(self) -> Sequence[Reading]:
+        about, began_s = Readings(self._source.run_file().run.name), time.monotonic()
+        try:
+            await self._ask(asyncio.sleep(0), _SCRAPE_S)
+            about.put("shoal_answer_seconds", time.monotonic() - began_s)
+            readings = await self._ask(self._source.readings(), _SCRAPE_S)
+        except (ShoalError, TimeoutError) as error:
+            log.debug("nothing to scrape: %s", error)
+            about.put("shoal_up", 0)
+            return about
+        about.put("shoal_up", 1)
+        return [*about, *readings]
 
     def watch(self) -> None:
         """Count a browser that follows what changes."""
@@ -123,12 +154,12 @@ class RunPage:
             self._looked_s = time.monotonic()
             self.feed.take(status)
 
-    async def _ask(self, question: Coroutine[Any, Any, T]) -> T:
+    async def _ask(self, question: Coroutine[Any, Any, T], within_s: float = _ANSWER_S) -> T:
         """Have the run's own loop answer. Raises ``TimeoutError`` when it has other things to do for too long."""
         try:
             answer = asyncio.run_coroutine_threadsafe(question, self._network)
         except RuntimeError as error:  # its loop has ended
             question.close()
             raise TimeoutError from error
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(within_s):
             return await asyncio.wrap_future(answer)

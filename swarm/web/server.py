@@ -20,6 +20,7 @@ from shoal.swarm.errors import ShoalError, Unreachable, UserError
 from shoal.swarm.protocol.addresses import join_host_port
 from shoal.swarm.web.event_stream import stream
 from shoal.swarm.web.feed import encode
+from shoal.swarm.web.metrics import exposition, process_readings
 from shoal.swarm.web.run_page import RunPage
 from shoal.swarm.web.source import PageSource
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 MOST_CONNECTIONS = 2_048
+METRICS_CONNECTIONS = 16
+"""Connections with a server of metrics alone; a Prometheus keeps one."""
 _LEAST_CONNECTIONS = 64
 _MOST_STREAMS_SHARE = 0.75
 """Share of the connections that may be event streams; the rest is for those who come."""
@@ -73,15 +76,20 @@ def static_file(name: str) -> bytes:
 class PageServer:
     """Pages of runs at one address, served by a thread of its own until ``close``."""
 
-    def __init__(self, place: tuple[str, int], most_connections: int = MOST_CONNECTIONS) -> None:
-        """Listens at once. Raises ``UserError`` without the extra ``web``, and ``Unreachable`` where this machine
-        cannot listen."""
+    def __init__(
+        self, place: tuple[str, int], most_connections: int = MOST_CONNECTIONS, *, only_metrics: bool = False
+    ) -> None:
+        """Listens at once. ``only_metrics``: serve no page, but ``/metrics`` alone. Raises ``UserError`` without the
+        extra ``web``, or ``metrics``, and ``Unreachable`` where this machine cannot listen."""
+        self._option = "--metrics" if only_metrics else "--web"
         self._pages: dict[str, RunPage] = {}
-        self._most_streams = int(max(_LEAST_CONNECTIONS, most_connections) * _MOST_STREAMS_SHARE)
+        if not only_metrics:
+            most_connections = max(_LEAST_CONNECTIONS, most_connections)
+        self._most_streams = int(most_connections * _MOST_STREAMS_SHARE)
         self._streams = 0
         app = self._app()
-        self._socket = _listen(place)
-        self._server = _make_server(app, max(_LEAST_CONNECTIONS, most_connections))
+        self._socket = _listen(place, self._option)
+        self._server = _make_server(app, most_connections)
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="shoal-page", daemon=True)
         self._thread.start()
@@ -89,9 +97,10 @@ class PageServer:
 
     @property
     def url(self) -> str:
-        """The page's address as this machine knows it."""
+        """The page's address as this machine knows it, or that of the metrics."""
         host, port = self._socket.getsockname()[:2]
-        return f"http://{join_host_port({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}/"
+        shown = join_host_port({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        return f"http://{shown}/{'metrics' if self._option == '--metrics' else ''}"
 
     @contextmanager
     def showing(self, source: PageSource, network: asyncio.AbstractEventLoop) -> Iterator[None]:
@@ -149,13 +158,18 @@ class PageServer:
     # Answers ----------------------------------------------------------------------------------------------
 
     def _app(self) -> Starlette:
+        only_metrics = self._option == "--metrics"
         try:
             import uvicorn  # noqa: F401, named in the same sentence
             from starlette.applications import Starlette
             from starlette.responses import Response
             from starlette.routing import Route
+
+            if only_metrics:
+                import prometheus_client  # noqa: F401, named in the same sentence
         except ImportError as error:
-            raise UserError(f"--web needs a package: pip install 'shoal[web]' ({error})") from error
+            extra = self._option.removeprefix("--")
+            raise UserError(f"{self._option} needs a package: pip install 'shoal[{extra}]' ({error})") from error
 
         def document(answer: Callable[[RunPage, Request], Awaitable[bytes]]) -> Callable[..., Awaitable[Response]]:
             async def endpoint(request: Request) -> Response:
@@ -199,15 +213,31 @@ class PageServer:
         async def detail(page: RunPage, request: Request) -> bytes:
             return await page.round_detail(_number(request, "round"))
 
+        async def metrics(request: Request) -> Response:
+            try:
+                data, media_type = await self._metrics(request.headers.get("accept", ""))
+            except ImportError as error:
+                return _refusal(501, f"the metrics need a package: pip install 'shoal[metrics]' ({error})")
+            return Response(data, headers=_HEADERS | {"Cache-Control": "no-store"}, media_type=media_type)
+
+        scraped = Route("/metrics", metrics, methods=["GET"])
+        if only_metrics:
+            return Starlette(routes=[scraped])
         documents = {"/run.json": facts, "/status.json": status, "/rounds.json": rounds, "/round.json": detail}
         routes = [Route(path, document(answer), methods=["GET"]) for path, answer in documents.items()]
         routes += [Route(f"/{name}", static(name), methods=["GET"]) for name in STATIC_FILES]
         routes += [
             Route("/", static("index.html"), methods=["GET"]),
             Route("/runs.json", runs, methods=["GET"]),
+            scraped,
             Route("/events", _Streams(self)),
         ]
         return Starlette(routes=routes)
+
+    async def _metrics(self, accept: str) -> tuple[bytes, str]:
+        """The metrics of all runs here and of this process. Raises ``ImportError`` without their package."""
+        runs = await asyncio.gather(*(page.readings() for page in self._pages.values()))
+        return exposition([*(reading for run in runs for reading in run), *process_readings()], accept)
 
     def _page_of(self, request: Request) -> RunPage | None:
         """The page of the run that a request names; the only one if it names none."""
@@ -266,7 +296,7 @@ def _refusal(code: int, words: str) -> Response:
     return PlainTextResponse(f"{words}\n", code, _HEADERS | ({"Retry-After": "15"} if code == 503 else {}))
 
 
-def _listen(place: tuple[str, int]) -> socket.socket:
+def _listen(place: tuple[str, int], option: str) -> socket.socket:
     host, port = place
     try:
         return socket.create_server(
@@ -274,7 +304,7 @@ def _listen(place: tuple[str, int]) -> socket.socket:
         )
     except OSError as error:
         raise Unreachable(
-            f"--web {join_host_port(host, port)}: this machine cannot listen there: {error}; give another address"
+            f"{option} {join_host_port(host, port)}: this machine cannot listen there: {error}; give another address"
         ) from error
 
 

@@ -165,9 +165,13 @@ def test_a_place_that_is_not_there_yet(place: Place, caplog: pytest.LogCaptureFi
     journal = place.open()
     journal.append(journal.next_index, story()[0][0])
     assert "CANNOT BE WRITTEN" in caplog.text
+    behind_s = journal.backup_behind_s
+    assert behind_s is not None
+    assert 0 < behind_s < (journal.backup_behind_s or 0)
     place.backup.unlink()
     journal.append(journal.next_index, story()[1][0])
     assert "complete again" in caplog.text
+    assert journal.backup_behind_s == 0
     assert place.same()
     journal.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import DeviceInfo, MemberStatus
+from shoal.swarm.protocol.types import Coverage, DeviceInfo, MemberStatus, RelayLoad, RelayStatus, StageStatus
 
 DEVICE = DeviceInfo(kind="cpu", name="some CPU", memory_bytes=2**33)
 RUN = RunFile.model_validate(
@@ -82,4 +82,32 @@ def verdict(number: int, version: int, *, committed: bool = True, reason: str = 
         previous_chain=bytes(32),
         chain=bytes(range(32)),
         signature=b"",
+    )
+
+
+def crowd(number: int) -> list[MemberStatus]:
+    """Members of which each has committed more than the one before."""
+    return [member(one, tokens_committed=1000 + one, share=1 / number) for one in range(number)]
+
+
+def full_status(members: Sequence[MemberStatus]) -> CoordinatorToPeerStatus:
+    """A status with all that there may be in one: stages, relays, epochs."""
+    load = RelayLoad(busy=0.25, clients=2, links=3, carried_bytes=4000)
+    stage = StageStatus(
+        first_layer=0,
+        stop_layer=2,
+        parameters_bytes=100,
+        replicas=(member(1).peer,),
+        tokens_per_s=50.0,
+        queue=4,
+        is_bottleneck=False,
+    )
+    return status(
+        members,
+        relays=(
+            RelayStatus(host="10.0.0.7", port=7708, load=load),
+            RelayStatus(host="10.0.0.8", port=7708, peer=member(1).peer, load=None),
+        ),
+        coverage=(Coverage(epoch=3, samples=200, committed=50, leased=10, returned=0),),
+        stages=(stage,),
     )

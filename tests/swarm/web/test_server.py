@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
@@ -14,10 +15,11 @@ from urllib.parse import urlsplit
 import pytest
 from tests.swarm.web.samples import RUN, member, status, verdict
 
-from shoal.swarm.errors import ShoalError, StorageError, Unreachable
+from shoal.swarm.errors import ShoalError, StorageError, Unreachable, UserError
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.web.metrics import Reading, Readings
 from shoal.swarm.web.server import CONTENT_SECURITY_POLICY, STATIC_FILES, PageServer
 
 pytest.importorskip("uvicorn")
@@ -48,6 +50,14 @@ class Source:
     async def verdicts(self, first: int, limit: int) -> Sequence[Verdict]:
         numbers = range(max(0, first - self.answers_from), self.rounds)[:limit]
         return [verdict(number, number + 1) for number in numbers]
+
+    async def readings(self) -> Sequence[Reading]:
+        self.asked += 1
+        if self.trouble is not None:
+            raise self.trouble
+        readings = Readings(self.run.run.name)
+        readings.put("shoal_round", self.rounds)
+        return readings
 
 
 @pytest.fixture
@@ -273,3 +283,66 @@ def test_closing_ends_streams_at_once(source: Source, network: asyncio.AbstractE
         with contextlib.suppress(ConnectionError):
             while line.recv(65_536):
                 pass
+
+
+# Metrics --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_serves_metrics_too(server: PageServer) -> None:
+    pytest.importorskip("prometheus_client")
+    code, headers, data = get(server, "/metrics")
+    assert code == 200
+    assert headers["Content-Type"].startswith("text/plain; version=")
+    assert b'shoal_round{run="reef"} 3.0\n' in data
+    assert b'shoal_up{run="reef"} 1.0\n' in data
+    assert b"process_resident_memory_bytes " in data
+    assert get(server, "/metrics", "POST")[0] == 405
+
+
+def test_all_runs_are_scraped_and_one_that_does_not_answer_holds_up_no_other(
+    server: PageServer, source: Source, network: asyncio.AbstractEventLoop
+) -> None:
+    pytest.importorskip("prometheus_client")
+    source.trouble = StorageError("the disk is full")
+    with server.showing(Source("atoll"), network):
+        code, _, data = get(server, "/metrics")
+        assert code == 200
+        assert b'shoal_up{run="reef"} 0.0\n' in data
+        assert b'shoal_up{run="atoll"} 1.0\n' in data
+        assert b'shoal_round{run="reef"}' not in data
+        assert data.count(b"# TYPE shoal_up gauge") == 1
+
+
+def test_scrapes_in_a_row_ask_the_run_once(server: PageServer, source: Source) -> None:
+    pytest.importorskip("prometheus_client")
+    for _ in range(20):
+        get(server, "/metrics")
+    assert source.asked <= 3
+
+
+def test_metrics_can_be_had_without_a_page(source: Source, network: asyncio.AbstractEventLoop) -> None:
+    pytest.importorskip("prometheus_client")
+    made = PageServer(("127.0.0.1", 0), 16, only_metrics=True)
+    try:
+        with made.showing(source, network):
+            assert made.url.endswith("/metrics")
+            assert get(made, "/metrics")[0] == 200
+            for path in ("/", "/status.json", "/events", "/runs.json", "/page.js"):
+                assert get(made, path)[0] == 404
+            lines = [socket.create_connection(("127.0.0.1", port(made)), timeout=20) for _ in range(20)]
+            lines[-1].settimeout(20)
+            with contextlib.suppress(ConnectionError):
+                assert lines[-1].recv(1) == b""  # it was closed at once
+            for line in lines:
+                line.close()
+        with pytest.raises(Unreachable, match=r"--metrics 127\.0\.0\.1"):
+            PageServer(("127.0.0.1", port(made)), only_metrics=True)
+    finally:
+        made.close()
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, server: PageServer) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert get(server, "/metrics")[0] == 501
+    with pytest.raises(UserError, match=r"shoal\[metrics\]"):
+        PageServer(("127.0.0.1", 0), only_metrics=True)
