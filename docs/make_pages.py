@@ -47,6 +47,11 @@ def run_file_page() -> str:
             continue
         required = section.get("required", ())
         for inner, about in section["properties"].items():
+            deeper = _section(schema, about)
+            for deep, what in deeper["properties"].items() if deeper is not None else ():
+                lines.append(_row(f"{name}.{inner}.{deep}", _type(what), _default(what), "", what["description"]))
+            if deeper is not None:
+                continue
             default = "required" if inner in required else _default(about)
             lines.append(_row(f"{name}.{inner}", _type(about), default, _unit(inner), about["description"]))
     return "\n".join(lines) + "\n"

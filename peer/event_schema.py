@@ -122,6 +122,16 @@ PEER_EVENTS: Mapping[str, EventKind] = {
             "gain_leased": "the same on the member's samples",
         },
     ),
+    "evaluated": EventKind(
+        "this validator has evaluated a version of the model on held-out data, and reported it",
+        {
+            "version": "version of the anchor",
+            "loss": "held-out loss, in nats a token; null for no finite number",
+            "samples": "held-out samples",
+            "accuracy": "share of the tokens, or labels, that the model finds likeliest",
+            "seconds": "how long it took",
+        },
+    ),
     "paused": EventKind(
         "this peer is out of the run by its owner's terms, and comes back by itself",
         {"run": "name of the run", "reason": "why", "until": "when or how that ends, in local time"},
@@ -227,6 +237,31 @@ HOST_EVENTS: Mapping[str, EventKind] = {
             "peer": "id of the member",
             "round": "number of the round",
             "finding": "helps, unclear, harms, empty, copied, wrong gradient, wrong loss or withheld",
+        },
+    ),
+    "evaluated": EventKind(
+        "a validator has evaluated a version of the model on held-out data",
+        {
+            "round": "number of the round that made the version",
+            "version": "version of the anchor",
+            "loss": "the figure to use, in nats a token; null where it is disputed or no finite number",
+            "standing": "claim: of a single validator; agreed: most of them have measured the same; disputed",
+            "counts": "whether enough validators stand behind it to end the run (`[evaluation] validators`)",
+            "losses": "the loss by validator",
+            "accuracy": "share of the tokens, or labels, that the model finds likeliest",
+            "sources": "the loss by source of the data",
+        },
+    ),
+    "stops": EventKind(
+        "the held-out figures end the run (`run.stop_when`)",
+        {"round": "number of the open round, which is the last one", "reason": "why"},
+    ),
+    "trend": EventKind(
+        "the run's losses go wrong, or no longer do",
+        {
+            "round": "number of the open round",
+            "kind": "diverging, overfitting or not finite; empty where they no longer do",
+            "text": "what is seen, and what to do",
         },
     ),
     "loss_rose": EventKind(

@@ -225,6 +225,18 @@ class Session:
         return state.version, state.anchor
 
     @property
+    def state_digest(self) -> bytes:
+        """Digest of the state that this peer holds, of the anchor and the outer optimizer."""
+        state = self._replica.state
+        assert state is not None
+        return state.digest
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether ``request_stop`` was called."""
+        return self._stopping
+
+    @property
     def _replica(self) -> TrainingReplica:
         assert self._replica_or_none is not None, "start() comes first"
         return self._replica_or_none

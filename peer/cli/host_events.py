@@ -82,6 +82,23 @@ def describe_event(event: ev.JournalEvent, stage: int | None = None) -> Event | 
             return make_event("work_scored", by=by, peer=score.peer, round=score.round, finding=score.finding, **about)
         case ev.LossRose():
             return make_event("loss_rose", **event.model_dump(), **about)
+        case ev.FigureTaken(figure=figure):
+            return make_event(
+                "evaluated",
+                round=figure.round,
+                version=figure.version,
+                loss=figure.loss,
+                standing=figure.standing,
+                counts=figure.counts,
+                losses={one.validator: one.loss for one in figure.claims},
+                accuracy=figure.accuracy,
+                sources={one.name: one.loss for one in figure.sources},
+                **about,
+            )
+        case ev.StopDecided():
+            return make_event("stops", round=event.round, reason=event.reason, **about)
+        case ev.TrendNoticed():
+            return make_event("trend", round=event.round, kind=event.kind, text=event.text, **about)
         case ev.EpochsCovered():
             return make_event("epochs_covered", **event.model_dump(), **about)
         case _:

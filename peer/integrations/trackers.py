@@ -41,8 +41,10 @@ _METRICS: Mapping[str, Mapping[str, str]] = {
     },
     "aborted": {},
     "verdict": {"loss": "loss", "tokens_total": "tokens_total", "members": "members", "elapsed_s": "round_s"},
+    "evaluated": {"loss": "held_out/loss", "accuracy": "held_out/accuracy"},
 }
-"""Names of metrics by the event, and by the event's field, that they come from. Each of these events ends a round."""
+"""Names of metrics by the event, and by the event's field, that they come from. Each of these events ends a round, but
+for evaluations: those are of the round that made the model."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,18 @@ def metrics_of(event: Event) -> dict[str, float]:
     if names is None or not isinstance(event.get("round"), int):
         return {}
     prefix = f"stage_{event['stage']}/" if "stage" in event else ""
-    committed = bool(event.get("committed", event["event"] != "aborted"))
-    metrics = {f"{prefix}committed": float(committed)}
+    metrics: dict[str, float] = {}
+    if event["event"] != "evaluated":
+        metrics[f"{prefix}committed"] = float(bool(event.get("committed", event["event"] != "aborted")))
     for key, name in names.items():
         value = event.get(key)
         number = len(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         if isinstance(number, int | float) and math.isfinite(number):
             metrics[f"{prefix}{name}"] = float(number)
+    sources = event.get("sources")
+    for name, loss in sources.items() if isinstance(sources, Mapping) else ():
+        if isinstance(loss, int | float) and math.isfinite(loss):
+            metrics[f"held_out/{name}/loss"] = float(loss)
     return metrics
 
 

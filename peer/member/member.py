@@ -43,6 +43,7 @@ from shoal.swarm.client.mapped_ports import keep_mapped
 from shoal.swarm.client.meeting_probe import keep_meeting
 from shoal.swarm.client.relay_access import RelayAccess
 from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted
+from shoal.swarm.protocol.evaluations import Evaluation
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
@@ -51,6 +52,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerModelAccepted,
     CoordinatorToPeerWork,
     PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorEvaluated,
     PeerToCoordinatorGetWork,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
@@ -483,6 +485,10 @@ class LocalMember:
     async def report_score(self, score: WorkScore) -> None:
         """Report a score, signed as this member's."""
         await self.client.ask(PeerToCoordinatorScoreWork(signed=self.client.sign_score(score)), Acknowledged)
+
+    async def report_evaluation(self, evaluation: Evaluation) -> None:
+        """Report an evaluation, signed as this member's. Raises ``LinkError``."""
+        await self.client.ask(PeerToCoordinatorEvaluated(signed=self.client.sign_evaluation(evaluation)), Acknowledged)
 
     # Rounds -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,6 +85,8 @@ class Corpus:
     digest: bytes
     """SHA-256 over the tokens, and for text over the position of the split, too."""
     about: str
+    files: tuple[tuple[str, int], ...] = ()
+    """Name of each file of the held-out text, and where it ends there; empty where the text is not split by files."""
 
 
 class WindowDataset(Dataset[Tensor]):
@@ -121,6 +123,11 @@ class CorpusSamples:
     held_out: WindowDataset | ShardSamples
     digest: bytes
     about: str
+    is_bytes: bool = False
+    """Whether tokens are the bytes of text."""
+    sources: tuple[tuple[str, int], ...] = ()
+    """Source of the held-out samples, and the number of the first one after it; of files, samples at their borders are
+    of the one that they begin in."""
 
 
 def open_samples(data: DataSection, vocab: int, context: int, places: DataPlaces) -> CorpusSamples:
@@ -130,7 +137,10 @@ def open_samples(data: DataSection, vocab: int, context: int, places: DataPlaces
         return CorpusSamples(shards.train, shards.held_out, shards.digest, shards.about)
     corpus = load_corpus(data, vocab, context, places.folders)
     train, held_out = WindowDataset(corpus.train, context), WindowDataset(corpus.held_out, context)
-    return CorpusSamples(train, held_out, corpus.digest, corpus.about)
+    named = file_pattern(data.source)
+    is_bytes = named is None or named[0] == "text"
+    ends = [(name, -(-end // context)) for name, end in corpus.files]
+    return CorpusSamples(train, held_out, corpus.digest, corpus.about, is_bytes, tuple(ends))
 
 
 def load_corpus(data: DataSection, vocab: int, context: int, folders: Sequence[Path] = ()) -> Corpus:
@@ -188,7 +198,7 @@ def _load_text(source: str, files: Sequence[DataFile], fraction: float) -> Corpu
 
 def _described(corpus: Corpus, what: str) -> Corpus:
     sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out"
-    return Corpus(corpus.train, corpus.held_out, corpus.digest, f"{what}: {sizes}")
+    return replace(corpus, about=f"{what}: {sizes}")
 
 
 def _hash_fraction(key: str) -> float:
@@ -204,7 +214,9 @@ def _split_files(files: Sequence[_Readable], fraction: float) -> Corpus:
         # Too few files, or sizes too different, to hold out a fair share of whole files.
         return _split_blocks(_read(files), fraction)
     train = [file for file, is_out in zip(files, is_held_out, strict=True) if not is_out]
-    return _text_corpus(_read(train), _read(held_out))
+    ends = np.cumsum([file.size_bytes + 1 for file in held_out])
+    named = tuple(zip((file.name for file in held_out), ends.tolist(), strict=True))
+    return replace(_text_corpus(_read(train), _read(held_out)), files=named)
 
 
 def _split_blocks(text: npt.NDArray[np.uint8], fraction: float) -> Corpus:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes import check_settings
-from shoal.peer.recipes.corpus import BYTE_VOCAB, SEPARATOR
+from shoal.peer.recipes.corpus import BYTE_VOCAB
 from shoal.peer.recipes.gpt_model import Gpt, GptSettings, empty_model, layered_gpt
 from shoal.peer.recipes.language_model import LanguageModelRecipe
+from shoal.peer.recipes.text_sampling import Sampling, sample_bytes
 from shoal.peer.training.layers import Layered
 from shoal.peer.training.tensor_parallel import Cut, CutInputs, CutOutputs
 from shoal.swarm.errors import RecipeError
@@ -73,31 +71,14 @@ def generate(model: Gpt, prompt: bytes, tokens: int, temperature: float, top_k: 
             f"this model has a vocabulary of {settings.vocab} tokens instead of the {BYTE_VOCAB} bytes of text; "
             f"decode its tokens with the tokenizer that made its corpus"
         )
-    if tokens < 0 or not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
-        raise ValueError("expected tokens >= 0, temperature >= 0 and top_k >= 1 or None")
-    generator = torch.Generator(device="cpu").manual_seed(seed)
+    sampling = Sampling(tokens, temperature, top_k, seed)
     device = model.embedding.weight.device
-    text = bytearray(prompt or bytes([SEPARATOR]))
-    start = len(text)
     was_training = model.training
     model.eval()
     try:
-        for _ in range(tokens):
-            window = torch.tensor(list(text[-settings.context :]), device=device)
-            logits = model(window[None])[0, -1].float().cpu()
-            text.append(_draw(logits, temperature, top_k, generator))
+        return sample_bytes(model, prompt, sampling, settings.context, device)
     finally:
         model.train(was_training)
-    return bytes(text[start:])
-
-
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Draw one token from ``(vocab,) float32`` logits."""
-    if temperature == 0:
-        return int(logits.argmax())
-    if top_k is not None and top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
-    return int(torch.multinomial(F.softmax(logits / temperature, dim=0), 1, generator=generator))
 
 
 __all__ = ["NAME", "Gpt", "GptRecipe", "GptSettings", "generate"]

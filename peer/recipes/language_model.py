@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import PurePosixPath
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +15,14 @@ from torch import Tensor, nn
 from shoal.peer.data_places import DataPlaces
 from shoal.peer.recipes import Samples
 from shoal.peer.recipes.corpus import CorpusSamples, open_samples
+from shoal.peer.recipes.evaluation import EvaluationFigures, EvaluationRequest, SourceFigure
+from shoal.peer.recipes.text_sampling import Sampling, sample_bytes
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.run_file import DataSection
 
 _EVAL_BATCH = 16
+_MOST_SOURCES = 12
+"""Sources whose loss is told by name, the largest ones."""
 
 
 class LanguageModelRecipe:
@@ -73,21 +81,74 @@ class LanguageModelRecipe:
         """Mean cross entropy, nats a token, from logits ``(b, context, vocab)``."""
         return F.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
 
-    @torch.no_grad()
     def held_out_loss(self, model: nn.Module, device: torch.device | str, max_samples: int = 256) -> float:
         """The loss on up to ``max_samples`` held-out samples, spread evenly.
 
         ``model`` is on ``device``, and is left in its mode (training or not)."""
+        return self.evaluate(model, device, EvaluationRequest(samples=max_samples)).loss
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, device: torch.device | str, request: EvaluationRequest) -> EvaluationFigures:
+        """See ``EvaluatingRecipe``: loss, accuracy, the loss by source, and texts where tokens are bytes."""
         held_out = self._corpus.held_out
-        count = min(max(1, max_samples), len(held_out))
+        count = min(max(1, request.samples), len(held_out))
         chosen = [number * len(held_out) // count for number in range(count)]
+        losses: list[float] = []
+        right = 0
         was_training = model.training
         model.eval()
         try:
-            total = 0.0
             for start in range(0, count, _EVAL_BATCH):
                 batch = held_out.batch(chosen[start : start + _EVAL_BATCH]).to(device)
-                total += float(self.loss(model, batch)) * len(batch)
+                logits, targets = self.logits(model, self.input_of(batch)), self.targets_of(batch)
+                each = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+                losses += each.view(len(batch), -1).mean(dim=1).tolist()
+                right += int((logits.argmax(dim=-1) == targets).sum())
+                request.go_on()
+            texts = self._texts(model, device, request)
         finally:
             model.train(was_training)
-        return total / count
+        return EvaluationFigures(
+            loss=math.fsum(losses) / count,
+            samples=count,
+            accuracy=right / (count * self.tokens_per_sample),
+            sources=figures_by_source(self._corpus.sources, chosen, losses),
+            texts=texts,
+        )
+
+    def _texts(self, model: nn.Module, device: torch.device | str, request: EvaluationRequest) -> tuple[str, ...]:
+        """What the model writes after each prompt; nothing where only a tokenizer would know what tokens say."""
+        if not self._corpus.is_bytes:
+            return ()
+        written = []
+        for number, prompt in enumerate(request.prompts):
+            sampling = Sampling(request.text_tokens, request.temperature, None, request.seed + number, stops=True)
+            logits_of = partial(self.logits, model)
+            context = self.tokens_per_sample
+            written.append(sample_bytes(logits_of, prompt.encode(), sampling, context, device, request.go_on))
+        return tuple(one.decode("utf-8", "replace") for one in written)
+
+
+def figures_by_source(
+    sources: Sequence[tuple[str, int]], chosen: Sequence[int], losses: Sequence[float]
+) -> tuple[SourceFigure, ...]:
+    """Return the mean loss by source, of the ``losses`` of the ``chosen`` samples, in rising order.
+
+    ``sources``: files by name, each with the number of the first sample after it. They are grouped by their folder, or
+    where that is the same by the end of their names; the smallest groups are one, ``others``."""
+    if not sources:
+        return ()
+    folders = [name.rpartition("/")[0] for name, _ in sources]
+    tops = [folder.partition("/")[0] or "." for folder in folders]
+    groups = tops if len(set(tops)) > 1 else [PurePosixPath(name).suffix or name for name, _ in sources]
+    if len(set(groups)) < 2:
+        return ()
+    stops = [stop for _, stop in sources]
+    found: dict[str, list[float]] = {}
+    for number, loss in zip(chosen, losses, strict=True):
+        group = groups[min(bisect_right(stops, number), len(groups) - 1)]
+        found.setdefault(group, []).append(loss)
+    ranked = sorted(found.items(), key=lambda one: (-len(one[1]), one[0]))
+    shown, rest = ranked[:_MOST_SOURCES], [loss for _, more in ranked[_MOST_SOURCES:] for loss in more]
+    named = [*shown, ("others", rest)] if rest else shown
+    return tuple(SourceFigure(name, math.fsum(each) / len(each), len(each)) for name, each in named)

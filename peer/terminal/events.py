@@ -192,6 +192,29 @@ def _loss_rose(event: Event) -> str:
     return f"WARNING: the loss has risen to {loss} in round {event.get('round')}; it was about {usual}"
 
 
+def _evaluated(event: Event) -> str:
+    words = [f"held-out loss {loss_text(event.get('loss'))} of version {event.get('version')}"]
+    if event.get("accuracy") is not None:
+        words.append(f"accuracy {event['accuracy']:.1%}")
+    losses, standing = event.get("losses") or {}, event.get("standing")
+    if standing == "disputed":
+        told = ", ".join(f"{peer} {loss_text(loss)}" for peer, loss in losses.items())
+        return (
+            f"WARNING: validators disagree on the held-out loss of version {event.get('version')}: {told}; none is used"
+        )
+    if standing == "claim":
+        words.append(f"by one validator, {', '.join(losses)}")
+    elif standing == "agreed":
+        words.append(f"agreed on by validators, {len(losses)} of them")
+    return " · ".join(words)
+
+
+def _trend(event: Event) -> str:
+    if not event.get("kind"):
+        return "the losses are no longer conspicuous"
+    return f"WARNING: {event.get('text')}"
+
+
 def _epochs_covered(event: Event) -> str:
     first, last, samples = event.get("first") or 0, (event.get("stop") or 1) - 1, event.get("samples") or 0
     epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
@@ -247,6 +270,9 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "verdict": _verdict,
     "went_back": _went_back,
     "loss_rose": _loss_rose,
+    "evaluated": _evaluated,
+    "stops": lambda event: f"round {event.get('round')} is the last one: {event.get('reason')}",
+    "trend": _trend,
     "epochs_covered": _epochs_covered,
 }
 

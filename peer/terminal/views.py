@@ -27,6 +27,7 @@ from shoal.peer.terminal.events import (
 )
 from shoal.peer.terminal.snapshot import Flow, HeldStages
 from shoal.swarm.protocol.addresses import join_host_port
+from shoal.swarm.protocol.evaluations import HeldOutFigure
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.types import Coverage, MemberStatus, RelayStatus, StageStatus
 
@@ -301,11 +302,16 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     head.add_row("round", Text.assemble((str(status.round), "bold"), " ", phase_text(status.phase), closes))
     head.add_row("rounds", rounds)
     head.add_row("loss", Text(loss_text(status.loss), style="bold"))
+    if status.evaluation.figures:
+        head.add_row("held out", held_out_text(status.evaluation.figures[-1]))
     tokens = f"{count_text(status.tokens_committed)} committed, {count_text(status.tokens_in_round)} in this round"
     head.add_row("tokens", tokens)
     head.add_row("anchor", f"version {status.anchor_version}, {_agreement(status)}")
     if status.warning:
         head.add_row("", Text(printable(status.warning), style="bold red"))
+    if status.stopping:
+        last = "has ended" if status.phase == "ended" else "ends with this round"
+        head.add_row("", Text(printable(f"the run {last}: {status.stopping}"), style="bold yellow"))
     if status.outlook:
         head.add_row("", Text(printable(status.outlook), style="bold yellow"))
     for row in _coverage_rows(status.coverage):
@@ -323,6 +329,20 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     shown.append(_members_table(status) if status.members else Text("\nnobody has joined yet", style="yellow"))
     shown += [Text(line, style="red") for line in stopped_lines(status.members)]
     return Group(*shown)
+
+
+def held_out_text(figure: HeldOutFigure) -> Text:
+    """Say the newest held-out figure, and on whose word."""
+    who = number_of(len(figure.claims), "validator")
+    if figure.standing == "disputed":
+        told = " and ".join(f"{loss_text(one.loss)} by {one.validator}" for one in figure.claims[:3])
+        return Text(f"version {figure.version}: validators disagree ({told}), so none is used", style="bold red")
+    words = Text.assemble((loss_text(figure.loss), "bold"), f" at version {figure.version}")
+    if figure.accuracy is not None:
+        words.append(f", accuracy {figure.accuracy:.1%}")
+    if figure.standing == "agreed":
+        return words.append(f", agreed on by {who}", style="green")
+    return words.append(f", the claim of one validator, {figure.claims[0].validator}", style="dim")
 
 
 def relay_text(relay: RelayStatus, names: Mapping[str, str]) -> str:

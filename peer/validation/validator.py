@@ -1,4 +1,5 @@
-"""Validator: a member that follows the run, contributes nothing, and scores what others contribute.
+"""Validator: a member that follows the run, contributes nothing, scores what others contribute, and evaluates the
+model on held-out data.
 
 After each committed round it draws some members by a chance that nobody else knows, fetches what they have
 contributed, and reports a signed score of each. Members whose last score was bad are scored in every round, and those
@@ -24,12 +25,14 @@ from shoal.peer.recipes import Recipe
 from shoal.peer.session import Readiness, Session
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.validation.model_evaluator import ModelEvaluator
 from shoal.peer.validation.scorer import Scorer, bare_score
 from shoal.peer.validation.scoring import draw
 from shoal.swarm.averaging.committed_contribution import PartialContribution
 from shoal.swarm.averaging.outcome import Committed
-from shoal.swarm.errors import LinkError
+from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.protocol.amendments import amended
+from shoal.swarm.protocol.evaluations import Evaluation
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
 from shoal.swarm.protocol.work_scores import BAD, WorkScore
 
@@ -50,7 +53,7 @@ class FollowedAnchors:
     def __init__(self, vector: ParameterVector) -> None:
         self._vector = vector
         self.before: Tensor | None = None
-        self._newest: Tensor | None = None
+        self.newest: Tensor | None = None
 
     def step(self, samples: int, lr_factor: float) -> None:
         """Do nothing: a validator has no samples."""
@@ -64,13 +67,13 @@ class FollowedAnchors:
 
     def restart_from(self, anchor: Tensor) -> None:
         """Forget the anchor before: it may be another run's past."""
-        self.before, self._newest = None, anchor.clone()
+        self.before, self.newest = None, anchor.clone()
 
     def continue_from(self, anchor: Tensor) -> None:
         """Keep ``anchor``, and the one before it."""
-        assert self._newest is not None, "restart_from() comes first"
+        assert self.newest is not None, "restart_from() comes first"
         room = self.before if self.before is not None else torch.empty_like(anchor)
-        self.before, self._newest = self._newest, room.copy_(anchor)
+        self.before, self.newest = self.newest, room.copy_(anchor)
 
 
 @dataclass
@@ -84,12 +87,17 @@ class _Task:
 
 
 class Validator:
-    """Follows a run in a session and scores contributions, until the run ends."""
+    """Follows a run in a session, scores contributions and evaluates the model, until the run ends."""
 
     def __init__(self, connection: RunConnection, session: Session, recipe: Recipe, device: torch.device) -> None:
         run = session.run_file
         self._rng = random.SystemRandom()
         self._scorer = Scorer(run, recipe, device, self._rng)
+        self._evaluator = ModelEvaluator(run, recipe, device)
+        self._evaluation: Evaluation | None = None
+        """Evaluation that is still to be reported."""
+        self._evaluated: int | None = None
+        """Version that was evaluated last."""
         self._session, self._run = session, run
         self._network, self._member = connection.network, connection.members.run
         self._emit = connection.emit
@@ -113,8 +121,16 @@ class Validator:
         session.start(setup)
 
     def run(self) -> None:
-        """Score contributions until the run ends or the session is stopped. Raises as ``Session.settle``."""
+        """Score and evaluate until the run ends or the session is stopped. Raises as ``Session.settle``, and what the
+        recipe's evaluation raises."""
+        with self._evaluator:
+            self._follow()
+            if self._session.view.phase == "ended":
+                self._evaluate_end()
+
+    def _follow(self) -> None:
         while (readiness := self._session.settle()) is not Readiness.OVER:
+            self._evaluate()
             if readiness is Readiness.NOT_YET:
                 continue
             if not self._tasks:
@@ -122,6 +138,63 @@ class Validator:
                 continue
             with suppress(Interrupted):
                 self._score_next(self._tasks.popleft())
+
+    # The model ----------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        """Report an evaluation that is done, and begin one of the newest version if that is due.
+
+        The first version that is seen is due, too: whoever comes late says at once how good the model is."""
+        self._evaluation = self._evaluator.result() or self._evaluation
+        if self._evaluation is not None:
+            self._report_evaluation(self._evaluation)
+        version, every = self._session.anchor[0], self._run.evaluation.every_rounds
+        is_due = self._evaluated is None or (version != self._evaluated and version % every == 0)
+        if is_due and self._evaluator.is_idle and self._evaluation is None:
+            self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        version, digest = self._session.anchor[0], self._session.state_digest
+        assert self._anchors.newest is not None, "settled"
+        self._evaluated = version
+        self._evaluator.begin(version, digest, self._anchors.newest)
+
+    def _evaluate_end(self) -> None:
+        """Evaluate the version with which the run has ended, unless the session is stopped meanwhile."""
+        with suppress(Interrupted):
+            while not (self._session.is_stopping or self._member.client.coordinator_is_away):
+                self._evaluation = self._evaluator.result() or self._evaluation
+                if self._evaluation is not None:
+                    self._report_evaluation(self._evaluation)
+                elif self._evaluator.is_idle and self._evaluated == self._session.anchor[0]:
+                    return
+                elif self._evaluator.is_idle:
+                    self._begin_evaluation()
+                self._session.wait_for_change()
+
+    def _report_evaluation(self, evaluation: Evaluation) -> None:
+        """Report an evaluation; it is kept for another try where the coordinator cannot take it now."""
+        try:
+            self._network.call(self._member.report_evaluation(evaluation), interruptible=True)
+        except (StaleWork, NotAdmitted) as error:
+            log.warning("the evaluation of version %d does not count: %s", evaluation.version, error)
+        except LinkError as error:
+            log.debug("the evaluation of version %d is reported later: %s", evaluation.version, error)
+            return
+        except Interrupted:
+            return
+        else:
+            self._emit(
+                "evaluated",
+                version=evaluation.version,
+                loss=evaluation.loss,
+                samples=evaluation.samples,
+                accuracy=evaluation.accuracy,
+                seconds=evaluation.took_s,
+            )
+        self._evaluation = None
+
+    # Contributions ------------------------------------------------------------------------------------------
 
     def _draw(self, outcome: Committed) -> None:
         """Draw members of a round that was just committed; what is left of the round before is scored no more."""

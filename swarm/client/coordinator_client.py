@@ -28,6 +28,7 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.protocol.addresses import Reach, least_reach, may_dial
 from shoal.swarm.protocol.amendments import amended, changes_at
+from shoal.swarm.protocol.evaluations import Evaluation, SignedEvaluation
 from shoal.swarm.protocol.evidence import evidence_id
 from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.protocol.invite import Invite
@@ -623,6 +624,11 @@ class CoordinatorClient:
         """Sign a score as this member's."""
         signature = self.identity.sign(score.signed_bytes)
         return SignedScore(score=score, validator_key=self.identity.public_key, signature=signature)
+
+    def sign_evaluation(self, evaluation: Evaluation) -> SignedEvaluation:
+        """Sign an evaluation of the run's model as this member's."""
+        signature = self.identity.sign(evaluation.signed_bytes(self.run_file.hash))
+        return SignedEvaluation(evaluation=evaluation, validator_key=self.identity.public_key, signature=signature)
 
     def is_member(self, peer: str) -> bool:
         """Whether a peer is on the roster."""

@@ -16,6 +16,7 @@ from shoal.swarm.client.coordinator_client import (
 )
 from shoal.swarm.client.relay_access import RelayAccess
 from shoal.swarm.errors import LinkError
+from shoal.swarm.protocol.evaluations import check_evaluations
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
@@ -107,6 +108,9 @@ async def keep_place(client: CoordinatorClient) -> None:
 
 
 async def get_status(invite: Invite) -> CoordinatorToPeerStatus:
-    """Fetch the run's status once. Raises the errors of a join."""
+    """Fetch the run's status once. Raises the errors of a join, and ``WireError`` for a held-out figure that nobody has
+    signed."""
     async with observe(invite) as client:
-        return await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
+        status = await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
+        check_evaluations(status.evaluation, client.run_file.hash)
+        return status

@@ -80,5 +80,9 @@ class AccessTrail:
                 return self._new("invite revoked", event.at_s, invite=event.id)
             case ev.WorkScored(signed=signed):
                 return self._new("scored", unix_s, peer=signed.score.peer, score=signed)
+            case ev.ModelEvaluated(signed=evaluation):
+                return self._new("evaluated", event.at_s, peer=event.by, round=event.round, evaluation=evaluation)
+            case ev.StopDecided():
+                return self._new("stops", event.at_s, round=event.round, text=event.reason)
             case _:
                 return None

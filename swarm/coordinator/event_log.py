@@ -7,12 +7,14 @@ from typing import Protocol
 
 from shoal.swarm.coordinator.events import (
     CoordinatorStarted,
+    FigureTaken,
     InScope,
     JournalEvent,
     LeaseGranted,
     MemberJoined,
     MemberLost,
     MemberMoved,
+    ModelEvaluated,
     SamplesClaimed,
     SamplesDriven,
     WorkScored,
@@ -66,7 +68,9 @@ class EventLog:
         scope.apply(event)
         if is_kept:
             self._events.append(InScope(scope=scope.number, event=event) if scope.number else event)
-        if not isinstance(event, LeaseGranted | SamplesDriven | SamplesClaimed | WorkScored):
+        if not isinstance(
+            event, LeaseGranted | SamplesDriven | SamplesClaimed | WorkScored | ModelEvaluated | FigureTaken
+        ):
             self.announcements += 1
 
     def take(self) -> list[JournalEvent]:

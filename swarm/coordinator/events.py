@@ -10,6 +10,7 @@ from pydantic import Field
 
 from shoal.swarm.errors import DamagedRecords
 from shoal.swarm.protocol.access_records import AccessRecord
+from shoal.swarm.protocol.evaluations import HeldOutFigure, SignedEvaluation
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.rounds import RoundPlan, StateAgreement, Verdict
 from shoal.swarm.protocol.types import (
@@ -192,6 +193,40 @@ class WorkScored(JournalEvent):
 
     by: PeerId
     signed: SignedScore
+
+
+class ModelEvaluated(JournalEvent):
+    """A validator evaluated a version of the model. ``invite``: the one that made it a validator; ``round``: that made
+    the version, ``tokens``: committed by then."""
+
+    by: PeerId
+    invite: InviteId | Literal[""] = ""
+    round: Count
+    tokens: Count
+    at_s: UnixTime
+    signed: SignedEvaluation
+
+
+class FigureTaken(JournalEvent):
+    """What validators say of a version by now, after a ``ModelEvaluated``. For people."""
+
+    figure: HeldOutFigure
+
+
+class StopDecided(JournalEvent):
+    """The open ``round`` is the run's last one, because of its held-out figures (``run.stop_when``)."""
+
+    round: Count
+    reason: Text
+    at_s: UnixTime
+
+
+class TrendNoticed(JournalEvent):
+    """The run's losses go wrong (``loss_trend.py``), or no longer do: then both are empty. For people."""
+
+    round: Count
+    kind: Annotated[str, Field(max_length=32)]
+    text: Text
 
 
 class EpochsCovered(JournalEvent):
@@ -385,7 +420,9 @@ class RunSnapshot(JournalEvent):
     on again (``lease_ledger.RetrainedSamples``); ``setback``: rollbacks since the run diverged
     (``divergence.Setback``); ``accusations``: those in force; ``agreement``: on ``agreed_digest``; ``took_part``:
     members of the committed plan that made this version, who decide on its digest; ``disproved``: the mean behind
-    which the run is about to go back."""
+    which the run is about to go back; ``evaluations``: those that are kept (``evaluation_book.py``); ``stopping``: why
+    the open round is, or was, the last one, beside the run file's limits; ``noticed``: kind of the trend that was
+    noticed last (``loss_trend.py``)."""
 
     epoch: Count
     round: Count
@@ -417,6 +454,9 @@ class RunSnapshot(JournalEvent):
     disproved: MeanDisproved | None = None
     access: AccessKept = AccessKept()
     amendments: Amendments = ()
+    evaluations: tuple[ModelEvaluated, ...] = ()
+    stopping: Text = ""
+    noticed: Text = ""
 
 
 # Of a pipeline ----------------------------------------------------------------------------------------------

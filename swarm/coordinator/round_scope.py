@@ -26,6 +26,7 @@ from shoal.swarm.coordinator.divergence import (
     say_divergence_rollback,
     warning_of,
 )
+from shoal.swarm.coordinator.evaluation_book import EvaluationBook, stop_reason
 from shoal.swarm.coordinator.event_log import EventLog
 from shoal.swarm.coordinator.influence import (
     bounded,
@@ -40,6 +41,7 @@ from shoal.swarm.coordinator.influence import (
 )
 from shoal.swarm.coordinator.lease_ledger import LeaseLedger, RetrainedSamples, coverage_of, epochs_covered
 from shoal.swarm.coordinator.leasing import Leasing
+from shoal.swarm.coordinator.loss_trend import Trend, trend_of
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.model_check import adds_to, check_model
 from shoal.swarm.coordinator.reachability import say_apart
@@ -176,6 +178,11 @@ class RoundScope:
         self.verdict: Verdict | None = None
         self.history = History()
         self.setback = Setback()
+        self.evaluations = EvaluationBook()
+        self.stopping = ""
+        """Why the open round is the run's last one, or was, beside the limits of the run file."""
+        self.noticed = ""
+        """Kind of the trend that was noticed last."""
         self.disproved: ev.MeanDisproved | None = None
         """Mean behind which the run is about to go back."""
         self.together: Sequence[RoundScope] = (self,)
@@ -306,12 +313,18 @@ class RoundScope:
                     self.membership.forfeit_credit(event)
                 elif isinstance(event, ev.PeerAllowed) and event.peer in self.membership.members:
                     self.membership.note_work(event.peer, ev.WorkStanding())
-            case ev.LossRose() | ev.AccessRecorded():
+            case ev.LossRose() | ev.FigureTaken() | ev.AccessRecorded():
                 pass  # for people
             case ev.WorkScored():
                 score = event.signed.score
                 before = self.membership.members[score.peer].work
                 self.membership.note_work(score.peer, work_after(before, event.by, score))
+            case ev.ModelEvaluated():
+                self.evaluations.take(event)
+            case ev.TrendNoticed():
+                self.noticed = event.kind
+            case ev.StopDecided():
+                self.stopping = event.reason
             case ev.MeanDisproved():
                 self.disproved = event
             case ev.EpochsCovered():
@@ -399,7 +412,9 @@ class RoundScope:
         self.round = Round(verdict.round + 1, opened_s=min(closed_s, self.log.now_s) if ahead else self.log.now_s)
         if phase != "waiting" and self.membership.trainers():
             self.round.phase = "training"
-        if is_over(self.run.run, self.tokens_committed, self.rounds_committed, self.elapsed_s(self.log.now_s)):
+        if self.stopping or is_over(
+            self.run.run, self.tokens_committed, self.rounds_committed, self.elapsed_s(self.log.now_s)
+        ):
             self.round.phase = "ended"
 
     def _learn_paces(self, verdict: Verdict, lasted_s: float) -> None:
@@ -503,6 +518,8 @@ class RoundScope:
         if self.disproved is not None and verdict.anchor_version <= self.disproved.version:
             self.disproved = None
         self._forget_agreement()
+        self.evaluations.undo(verdict.anchor_version)
+        self.stopping = ""
         self.anchor_version, self.agreed_digest, self.took_part = verdict.anchor_version, to.digest, frozenset()
         self.tokens_committed -= tokens
         assert self.tokens_committed == verdict.tokens_total
@@ -694,6 +711,8 @@ class RoundScope:
             # hold the new version.
             here = self.synced().keys() | (self.took_part & self.membership.trainers().keys())
             return Goal(sum(not self.is_left_out(peer) for peer in here) or 1, max_s, exact=False, everybody=True)
+        if self.stopping and self.run.algorithm != "virtual_batch":
+            return Goal(1, max_s, exact=False)  # the last round takes what is done by now
         return Goal(self.run.round.tokens, max_s, exact=self.run.algorithm == "virtual_batch")
 
     def goal_samples(self) -> int:
@@ -746,6 +765,9 @@ class RoundScope:
             accusations=self.accusations.kept(),
             access=self.admission.access_list.kept() if self.stage is None else ev.AccessKept(),
             amendments=self.settings.made if self.stage is None else (),
+            evaluations=self.evaluations.kept(),
+            stopping=self.stopping,
+            noticed=self.noticed,
         )
 
     def _restore(self, snapshot: ev.RunSnapshot) -> None:
@@ -765,7 +787,9 @@ class RoundScope:
         self.history = History.unpack(snapshot.history)
         self.retrained = RetrainedSamples(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
         self.setback = Setback(*snapshot.setback)
-        self.disproved = snapshot.disproved
+        self.disproved, self.stopping = snapshot.disproved, snapshot.stopping
+        self.noticed = snapshot.noticed
+        self.evaluations.restore(snapshot.evaluations)
         self.accusations = Accusations({(one.by, one.of): one.round for one in snapshot.accusations})
         if self.stage is None:
             self.admission.access_list.restore(snapshot.access)
@@ -933,7 +957,9 @@ class RoundScope:
             state_digest=self.agreed_digest,
             elapsed_s=self.elapsed_s(now_s),
             outlook=self.say_outlook(),
-            warning=warning_of(self.history),
+            warning=self.trend().text or warning_of(self.history),
+            evaluation=self.evaluations.status(self.run.evaluation.validators),
+            stopping=self.stopping,
             coverage=coverage_of(self.leases, samples) if samples else (),
             members=self.membership.status(self.anchor_version, self.agreed_digest, self.round.number, self.walls()),
             amendments=self.settings.made,
@@ -1302,9 +1328,32 @@ class RoundScope:
             usual = usual_loss(self.history.rounds[:-1], newest.loss)
             if usual is not None and newest.loss is not None:
                 self.record(ev.LossRose(round=newest.round, loss=newest.loss, usual=usual))
+        if event.verdict.committed:
+            self.notice_trend()
         for peer in event.missing:
             if self.goal().exact and self.is_left_out(peer) and peer in self.leases.held and not self.has_ended:
                 self.record(ev.MemberLost(peer=peer, reason="left out for a while"))  # others do its samples
+
+    def trend(self) -> Trend:
+        """Return what is wrong with the run's losses."""
+        figures = self.evaluations.figures(self.run.evaluation.validators)
+        used = [(one.version, one.loss) for one in figures if one.standing != "disputed"]
+        return trend_of([one.loss for one in self.history.rounds], used)
+
+    def notice_trend(self) -> None:
+        """Record for people that the run's losses begin to go wrong, or no longer do."""
+        trend = self.trend()
+        if trend.kind != self.noticed:
+            self.record(ev.TrendNoticed(round=self.round.number, kind=trend.kind, text=trend.text))
+
+    def look_whether_to_stop(self) -> None:
+        """Decide that the open round is the last one, if the held-out figures ask for that."""
+        stop = self.run.run.stop_when
+        if stop is None or self.stopping or self.has_ended:
+            return
+        reason = stop_reason(stop, self.evaluations.figures(self.run.evaluation.validators))
+        if reason:
+            self.record(ev.StopDecided(round=self.round.number, reason=reason, at_s=self.log.unix_s))
 
     def _covered(self) -> int:
         return epochs_covered(self.leases, self.model.samples) if self.model and self.model.samples else 0

@@ -49,6 +49,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorClaim,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorDrive,
+    PeerToCoordinatorEvaluated,
     PeerToCoordinatorGetRelays,
     PeerToCoordinatorGetRun,
     PeerToCoordinatorGetStatus,
@@ -152,6 +153,7 @@ class ScopeHandlers:
                 PeerToCoordinatorRequestLease: self._lease,
                 PeerToCoordinatorGetWork: self._work,
                 PeerToCoordinatorScoreWork: self._score,
+                PeerToCoordinatorEvaluated: self._evaluated,
             }
         return answers | {PeerToCoordinatorClaim: self._claim, PeerToCoordinatorRelease: self._release}
 
@@ -519,6 +521,13 @@ class ScopeHandlers:
         assert self.rounds is not None
         async with self._request(channel) as peer:
             self.rounds.review.score(peer, message.signed)
+        return Acknowledged()
+
+    async def _evaluated(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorEvaluated)
+        assert self.rounds is not None
+        async with self._request(channel) as peer:
+            self.rounds.review.evaluated(peer, message.signed)
         return Acknowledged()
 
     # Samples ------------------------------------------------------------------------------------------------

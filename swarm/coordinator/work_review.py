@@ -1,4 +1,5 @@
-"""Review of members' work: what validators may ask, whose scores count, and what follows from them."""
+"""Review by validators: what they may ask, whose scores of work and evaluations of the model count, and what follows
+from them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.trust import is_expelled
-from shoal.swarm.errors import NotAdmitted, WireError
+from shoal.swarm.errors import NotAdmitted, StaleWork, TryLater, WireError
+from shoal.swarm.protocol.evaluations import SignedEvaluation
 from shoal.swarm.protocol.identity import peer_id
 from shoal.swarm.protocol.messages import CoordinatorToPeerWork, PeerToCoordinatorGetWork
 from shoal.swarm.protocol.rounds import Verdict
@@ -114,3 +116,40 @@ class WorkReview:
         if score.peer not in scope.admission.access_list.bans and is_expelled(member.work, self.validators()):
             text = f"expelled: {member.work.bad} bad scores of its work in a row, the last of round {score.round}"
             scope.admission.ban(score.peer, "", f"{text}: {score.finding}")
+
+    # The model ----------------------------------------------------------------------------------------------
+
+    def evaluated(self, validator: str, signed: SignedEvaluation) -> None:
+        """Record a validator's evaluation of a version, and what follows from it.
+
+        One that is not wanted, as the validator has reported the version or a newer one, changes nothing. Raises
+        ``NotAdmitted`` for others than validators, ``WireError`` for an evaluation that is not theirs, ``StaleWork``
+        for a state that is not the run's (any more), and ``TryLater`` while the version's state is not agreed on."""
+        self._require_validator(validator)
+        scope, evaluation = self._scope, signed.evaluation
+        version = evaluation.version
+        if signed.validator != validator or not signed.is_signed(scope.run.hash):
+            raise WireError("an evaluation must be signed for this run by the validator that reports it")
+        if version == scope.anchor_version and scope.agreed_digest is None:
+            raise TryLater(f"the state of version {version} is not agreed on yet: report its evaluation again")
+        newest = {scope.anchor_version: scope.agreed_digest}
+        rounds = scope.history.rounds
+        digest = rounds[version].digest if version < len(rounds) else newest.get(version)
+        if digest != evaluation.state_digest:
+            raise StaleWork(f"this is no state of the run's version {version} (any more)")
+        if not scope.evaluations.may_take(validator, version):
+            return
+        made = rounds[version - 1].round if version else 0
+        report = ev.ModelEvaluated(
+            by=validator,
+            invite=scope.membership.members[validator].invite,
+            round=made,
+            tokens=sum(one.tokens for one in rounds[:version]),
+            at_s=scope.log.unix_s,
+            signed=signed,
+        )
+        scope.record(report)
+        figures = scope.evaluations.figures(scope.run.evaluation.validators)
+        scope.record(ev.FigureTaken(figure=next(one for one in figures if one.version == version)))
+        scope.look_whether_to_stop()
+        scope.notice_trend()

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shoal.swarm.errors import WireError
+from shoal.swarm.protocol.evaluations import SignedEvaluation
 from shoal.swarm.protocol.signed_chain import check_record, record_hash
 from shoal.swarm.protocol.types import Count, Digest, InviteId, InviteUses, PeerId, Record, Role, Text, UnixTime
 from shoal.swarm.protocol.work_scores import SignedScore
@@ -28,6 +29,8 @@ RecordKind = Literal[
     "invite revoked",
     "refused",
     "scored",
+    "evaluated",
+    "stops",
     "amended",
 ]
 
@@ -40,12 +43,13 @@ class Refusals(Record):
 
 
 class AccessRecord(Record):
-    """One record. ``text``: the reason of a loss, or the host's note; ``network``: where a member came from, or what is
-    banned; ``invite``: by which one a member joined for the first time, or which was made or revoked; ``uses`` and
-    ``expires_s``: limits of a made one; ``score``: a validator's of the member's work; ``refused``: what was refused
-    since the last such record; ``evidence``: the id of what a member was expelled for, or what proves its mean wrong
-    beyond the bound, by ``excess`` times what it could move (``evidence.py``), and ``accuser`` has shown of ``round``;
-    of an amendment ``round`` is the first with it.
+    """One record. ``text``: the reason of a loss, the host's note, or why the ``round`` is the run's last one;
+    ``network``: where a member came from, or what is banned; ``invite``: by which one a member joined for the first
+    time, or which was made or revoked; ``uses`` and ``expires_s``: limits of a made one; ``score``: a validator's of
+    the member's work; ``evaluation``: a validator's of a version of the model, which ``round`` made; ``refused``: what
+    was refused since the last such record; ``evidence``: the id of what a member was expelled for, or what proves its
+    mean wrong beyond the bound, by ``excess`` times what it could move (``evidence.py``), and ``accuser`` has shown of
+    ``round``; of an amendment ``round`` is the first with it.
 
     ``previous``: the chain hash of the record before; ``chain``: SHA-256 over all fields but itself and the host's
     ``signature`` of it."""
@@ -66,6 +70,7 @@ class AccessRecord(Record):
     round: Count = 0
     excess: Annotated[float, Field(ge=0, le=1e30)] = 0.0
     score: SignedScore | None = None
+    evaluation: SignedEvaluation | None = None
     refused: Annotated[tuple[Refusals, ...], Field(max_length=MAX_REASONS)] = ()
     previous: Digest = bytes(32)
     chain: Digest = bytes(32)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from shoal.swarm.protocol.access_records import AccessRecord
+from shoal.swarm.protocol.evaluations import EvaluationStatus, SignedEvaluation
 from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.paths import Plane, RelayPass, SignedRelay
 from shoal.swarm.protocol.rounds import MadeChunks, RunView, Verdict
@@ -246,6 +247,12 @@ class PeerToCoordinatorScoreWork(Message):
     """By a validator: report the score of a member's contribution."""
 
     signed: SignedScore
+
+
+class PeerToCoordinatorEvaluated(Message):
+    """By a validator: report an evaluation of a version of the run's model. Each version is reported once."""
+
+    signed: SignedEvaluation
 
 
 class PeerToCoordinatorShowCapability(Message):
@@ -487,9 +494,11 @@ class CoordinatorToPeerStatus(Message):
 
     ``rounds_undone``: rounds that were committed and then undone by a rollback; they are not in ``rounds_committed``.
     ``outlook``: a sentence on what the run waits for while nobody holds its newest state, otherwise empty. ``warning``:
-    a sentence on a loss that has risen far, otherwise empty. ``coverage``: of the newest epochs, oldest first; empty
-    while the length of an epoch is not known. ``stages``: of a pipeline, once they are planned. ``amendments``: those
-    in effect, and those to come. ``relays``: those that run now."""
+    a sentence on losses that go wrong, with what to do, otherwise empty. ``evaluation``: held-out figures and texts.
+    ``stopping``: why the open round is the last one, or was, beside the run file's limits; otherwise empty.
+    ``coverage``: of the newest epochs, oldest first; empty while the length of an epoch is not known. ``stages``: of a
+    pipeline, once they are planned. ``amendments``: those in effect, and those to come. ``relays``: those that run
+    now."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -508,6 +517,8 @@ class CoordinatorToPeerStatus(Message):
     elapsed_s: Seconds
     outlook: Text = ""
     warning: Text = ""
+    evaluation: EvaluationStatus = EvaluationStatus()
+    stopping: Text = ""
     relays: Annotated[tuple[RelayStatus, ...], Field(max_length=MAX_RUN_RELAYS)] = ()
     coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
     members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]

@@ -34,6 +34,7 @@ from shoal.compression.formats import (
     named_format_map,
 )
 from shoal.swarm.errors import IdentityError, RunFileError
+from shoal.swarm.protocol.evaluations import MAX_PROMPT, MAX_TEXTS, plain_text
 from shoal.swarm.protocol.field_errors import field_errors
 from shoal.swarm.protocol.identity import parse_key
 from shoal.swarm.protocol.pins import PackageVersion, PinsSection
@@ -101,8 +102,32 @@ Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
 """Not strict, as TOML arrays are read as lists."""
 
 
+class StopSection(Record):
+    """``[run.stop_when]``: ends the run by its held-out loss. Only figures that count are looked at (``[evaluation]
+    validators``)."""
+
+    held_out_loss: Annotated[
+        Annotated[float, Field(gt=-1e30, lt=1e30)] | None,
+        Field(description="the run ends once its held-out loss is this low, in nats a token"),
+    ] = None
+    patience: Annotated[
+        Annotated[int, Field(ge=1, le=200)] | None,
+        Field(description="the run ends once so many evaluations in a row have not improved on the best one"),
+    ] = None
+    min_improvement: Annotated[
+        float, Field(ge=0, le=1e6, description="nats a token by which a loss has to be lower to count as better")
+    ] = 0.0
+
+    @model_validator(mode="after")
+    def _says_something(self) -> StopSection:
+        if self.held_out_loss is None and self.patience is None:
+            raise ValueError("stop_when: expected held_out_loss, patience or both")
+        return self
+
+
 class RunSection(Record):
-    """``[run]``: name, seed, and when the run ends: at the first of ``tokens``, ``rounds`` and ``max_s``."""
+    """``[run]``: name, seed, and when the run ends: at the first of ``tokens``, ``rounds``, ``max_s`` and
+    ``stop_when``."""
 
     name: Annotated[RunName, Field(description="name of the run, in its invite and its folders")]
     seed: Annotated[
@@ -116,9 +141,13 @@ class RunSection(Record):
     max_s: Annotated[
         Annotated[float, Field(gt=0)] | None,
         Field(
-            description="the run ends after this long; without any of the three it continues until the host stops it"
+            description=(
+                "the run ends after this long; without any of the three and `stop_when` it continues until the host "
+                "stops it"
+            )
         ),
     ] = None
+    stop_when: StopSection | None = None
 
 
 class RecipeSection(Record):
@@ -707,6 +736,61 @@ class PipelineSection(Record):
         return make_format(self.activations)
 
 
+class EvaluationSection(Record):
+    """``[evaluation]``: what validators measure beside the training, on the data that nobody trains on."""
+
+    every_rounds: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=10**6,
+            description=(
+                "validators (`shoal join --role validator`) evaluate each version of the model whose number is a "
+                "multiple of this, on the samples that `data.held_out` keeps from the training"
+            ),
+        ),
+    ] = 10
+    samples: Annotated[
+        int,
+        Field(ge=1, le=2**20, description="held-out samples of an evaluation, the same ones each time"),
+    ] = 256
+    validators: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=8,
+            description=(
+                "validators with invites of their own that have to measure the same loss before it can end the run "
+                "(`run.stop_when`); 1: you trust each one that you have invited"
+            ),
+        ),
+    ] = 2
+    prompts: Annotated[
+        tuple[Annotated[str, StringConstraints(max_length=MAX_PROMPT)], ...],
+        Field(
+            strict=False,
+            max_length=MAX_TEXTS,
+            description=(
+                "beginnings of texts that the model goes on with in each evaluation, an empty one for the beginning of "
+                "a document; for recipes and data whose tokens are the bytes of text"
+            ),
+        ),
+    ] = ("",)
+    text_tokens: Annotated[int, Field(ge=1, le=250, description="tokens that it writes after each")] = 80
+    temperature: Annotated[
+        float,
+        Field(ge=0, le=10, description="0: the likeliest token each time; else drawn, from `run.seed`"),
+    ] = 0.0
+
+    @field_validator("prompts")
+    @classmethod
+    def _plain(cls, prompts: tuple[str, ...]) -> tuple[str, ...]:
+        for prompt in prompts:
+            if prompt != plain_text(prompt, len(prompt)):
+                raise ValueError("expected plain text without control characters")
+        return prompts
+
+
 HEADER_VALUES = 1024
 """Values of a call before its arrays (``peer/array_packing.py``)."""
 
@@ -804,6 +888,7 @@ class RunFile(Record):
     checkpoints: CheckpointsSection = CheckpointsSection()
     access: AccessSection = AccessSection()
     card: CardSection = CardSection()
+    evaluation: EvaluationSection = EvaluationSection()
     pipeline: PipelineSection | None = None
     collective: CollectiveSection | None = None
     start: Annotated[
@@ -864,6 +949,11 @@ class RunFile(Record):
             self._check_micro_batches(self.data.tokens_per_sample)
         self._check_collective()
         self._check_pins()
+        if self.run.stop_when is not None and (self.pipeline is not None or self.recipe.name == "own"):
+            raise ValueError(
+                "run.stop_when needs validators, who evaluate whole models of recipes: leave it out in runs with a "
+                '[pipeline] or recipe.name = "own"'
+            )
         return self
 
     def _check_collective(self) -> None:
