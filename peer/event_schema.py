@@ -122,7 +122,7 @@ PEER_EVENTS: Mapping[str, EventKind] = {
             "gain_leased": "the same on the member's samples",
         },
     ),
-    "evaluated": EventKind(
+    "evaluation": EventKind(
         "this validator has evaluated a version of the model on held-out data, and reported it",
         {
             "version": "version of the anchor",

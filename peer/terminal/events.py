@@ -271,6 +271,10 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "went_back": _went_back,
     "loss_rose": _loss_rose,
     "evaluated": _evaluated,
+    "evaluation": lambda event: (
+        f"evaluated version {event.get('version')}: held-out loss {loss_text(event.get('loss'))} "
+        f"in {duration_text(event.get('seconds') or 0)}"
+    ),
     "stops": lambda event: f"round {event.get('round')} is the last one: {event.get('reason')}",
     "trend": _trend,
     "epochs_covered": _epochs_covered,

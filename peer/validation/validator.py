@@ -185,7 +185,7 @@ class Validator:
             return
         else:
             self._emit(
-                "evaluated",
+                "evaluation",
                 version=evaluation.version,
                 loss=evaluation.loss,
                 samples=evaluation.samples,
