@@ -33,6 +33,7 @@ from tests.swarm.web.samples import RUN, member, status, verdict
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.timing import RoundTiming
 from shoal.swarm.web.metrics import Reading
 from shoal.swarm.web.run_metrics import HostFacts, run_readings
 from shoal.swarm.web.server import PageServer
@@ -68,6 +69,9 @@ class LargeRun:
 
     async def readings(self) -> Sequence[Reading]:
         return run_readings(RUN, await self.status(), HostFacts())
+
+    async def timings(self, first: int) -> Sequence[RoundTiming]:
+        return ()
 
 
 @contextlib.contextmanager

@@ -260,11 +260,14 @@ class Session:
         while self._next_range(batch_samples):
             prefetch(dataset, order, samples.undone())
             while (bounds := samples.next_batch(batch_samples)) is not None:
+                self._member.clock.train("data")
                 self._timer.start()
                 indices = order.indices(*bounds)
                 if self._island is not None:
                     indices = self._island.give_out(indices, self._lr_factor())
-                yield take_batch(dataset, indices)
+                batch = take_batch(dataset, indices)
+                self._member.clock.train("compute")
+                yield batch
                 if self._island is not None:
                     self._island.take_over()
                 self._check_steps_come()
@@ -323,7 +326,9 @@ class Session:
         while self._next_range(batch):
             self._timer.start()
             for one in loader:
+                self._member.clock.train("compute")
                 yield one
+                self._member.clock.train("data")
                 self._check_steps_come()
                 if self._stopping or self.view.phase == "ended":
                     break
@@ -342,7 +347,9 @@ class Session:
                 return
             self.samples.next_batch(batch_samples)
             self._timer.start()
+            self._member.clock.train("compute")
             yield batch
+            self._member.clock.train("data")
             self._check_steps_come()
 
     def _lease_at_once(self, samples: int) -> None:
@@ -541,6 +548,7 @@ class Session:
         Raises ``UserError`` if it would wait for ever, for samples that the loop has in hand.
         """
         self._timer.pause()
+        self._member.clock.train("data")
         samples = self._replica.samples
         while (readiness := self.settle()) is not Readiness.OVER:
             if readiness is Readiness.NOT_YET:
@@ -629,9 +637,10 @@ class Session:
 
         Raises ``Interrupted`` after ``request_stop``.
         """
-        closes_at_s = self._member.client.closes_at_s
+        closes_at_s, clock = self._member.client.closes_at_s, self._member.clock
         left_s = 0.5 if closes_at_s is None else closes_at_s - time.monotonic()
-        self._network.call(self._member.wait_for_change(min(0.5, max(0.02, left_s))), interruptible=True)
+        with clock.training("waiting"):
+            self._network.call(self._member.wait_for_change(min(0.5, max(0.02, left_s))), interruptible=True)
 
     def report_progress(self) -> None:
         """Update the progress that the next heartbeats report."""

@@ -37,6 +37,7 @@ from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.committed_contribution import PartialContribution, fetch_contribution
 from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
+from shoal.swarm.averaging.phase_clock import PhaseClock
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.client.mapped_ports import keep_mapped
@@ -142,6 +143,8 @@ class LocalMember:
         self.client = client
         self.endpoint: Endpoint = ScopedEndpoint(node, client.scope) if client.scope else node
         self.progress = Progress()
+        self.clock = PhaseClock()
+        """What the training thread and the averaging spend their time on."""
         self.state: AnchorState | None = None
         self.compression = 1.0
         self._keeper: RecordArchive | None = None
@@ -285,6 +288,7 @@ class LocalMember:
             diverged=self._diverged,
             headway=self._headway(),
             paths=() if self.client.scope else self.node.path_reports(),
+            phase=self.clock.phase,
         )
         try:
             await self.client.heartbeat(heartbeat)
@@ -500,6 +504,7 @@ class LocalMember:
         if elements >= _COMPILED_ELEMENTS:
             loader.compile_ahead(codec_map.kernels)
         self._averager = Averager(self.client, self.endpoint, codec_map, elements, self._keeper)
+        self._averager.clock = self.clock
         self._averager.on_exchange = self._donor.pause
         self._averager.inclusions_folder = self._donor.folder
         if share := self.client.run_file.audit.share:
@@ -529,7 +534,11 @@ class LocalMember:
         await in_thread(return_freed_memory)  # what the local work has left behind
         outcome = await self.averager.average(offer)
         if isinstance(outcome, Committed):
-            self._take_possession(await step(outcome))
+            self.clock.exchange("applying")
+            try:
+                self._take_possession(await step(outcome))
+            finally:
+                self.clock.exchange(None)
             await in_thread(return_freed_memory)  # what the round has
         return outcome
 

@@ -18,12 +18,15 @@ from shoal.peer.terminal.snapshot import Watched
 from shoal.swarm.aio import in_thread
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
+    CoordinatorToPeerTimings,
     CoordinatorToPeerVerdicts,
     PeerToCoordinatorGetStatus,
+    PeerToCoordinatorGetTimings,
     PeerToCoordinatorGetVerdicts,
 )
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.timing import RoundTiming
 from shoal.swarm.web.metrics import Reading
 
 
@@ -46,6 +49,10 @@ class JoinedPage:
     async def verdicts(self, first: int, limit: int) -> Sequence[Verdict]:
         page = await self._client.ask(PeerToCoordinatorGetVerdicts(first=first), CoordinatorToPeerVerdicts)
         return page.verdicts[:limit]
+
+    async def timings(self, first: int) -> Sequence[RoundTiming]:
+        answer = await self._client.ask(PeerToCoordinatorGetTimings(first=first), CoordinatorToPeerTimings)
+        return answer.rounds
 
     async def readings(self) -> Sequence[Reading]:
         """Without asking the coordinator."""

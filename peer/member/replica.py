@@ -157,7 +157,8 @@ class _Exchange:
 class TrainingReplica:
     """Replica of the run's model, or of one stage, on this peer; call ``register``, then ``sync_state``, first.
 
-    ``round``: round that the local work is for; with ``averaging.overlap`` the one after that which is being averaged.
+    ``round``: round that the local work is for; with ``averaging.overlap`` the one after that which is being averaged;
+    ``clock``: what the training thread spends its time on.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class TrainingReplica:
         self._build = setup.build
         self._divergence, self._stage = setup.divergence, setup.stage
         self.round = 0
+        self.clock = member.clock
         self.recipe_config = setup.recipe_config
         self._run = run
         self._folder = folder
@@ -259,6 +261,7 @@ class TrainingReplica:
         the state held is not the run's, so no checkpoint's local state is restored. Raises ``Interrupted``.
         """
         self._member.progress.activity = "syncing"
+        self.clock.train("waiting")
         if self._checkpointer is not None:  # it may be reading what is going to be replaced
             self._checkpointer.wait_for_writing()
         own = self._candidates(is_first=not afresh)
@@ -278,6 +281,7 @@ class TrainingReplica:
         self.work.restart_from(self._state.anchor)
         self._note_anchor()
         self._enter_round(view.round)
+        self.clock.end_round()
         self._emit(
             "synced",
             anchor_version=self._state.version,
@@ -376,22 +380,28 @@ class TrainingReplica:
         """
         if self.exchanging and not self.conclude_round():
             return False
+        with self.clock.training("packing"):
+            self._begin_exchange()
+        return True
+
+    def _begin_exchange(self) -> None:
         self._member.progress.activity = "ready"
         contribution = self.work.contribution(self._state.anchor)
         tokens, samples, loss = self.samples.tokens_done, self.samples.done_ranges(), self.samples.mean_loss()
         state = self._state
         if self._checkpointer is not None:
-            self._checkpointer.wait_for_residual()
+            with self.clock.training("checkpoint"):
+                self._checkpointer.wait_for_residual()
         version, digest, first = state.version, state.digest, self.samples.first_batch()
         offer = RoundOffer(self.round, version, digest, contribution, tokens, samples, loss, first)
         exchange = self._exchange = _Exchange(self.round)
         exchange.outcome = self._network.submit(self._member.average(offer, partial(self._step, exchange, state)))
         if self._checkpointer is not None:
-            self._checkpointer.begin(self.round)
+            with self.clock.training("checkpoint"):
+                self._checkpointer.begin(self.round)
         self.samples.offer_to_round()
         if self._run.averaging.overlap:
             self._enter_round(self.round + 1)
-        return True
 
     def conclude_round(self) -> bool:
         """Wait for the verdict of the closed round and apply it; returns False if the local work was dropped.
@@ -403,7 +413,8 @@ class TrainingReplica:
         client = self._member.client
         try:
             # Only while the coordinator is away a peer may leave without the verdict, which may take long to come.
-            outcome = self._network.wait_for(exchange.outcome, interruptible=lambda: client.coordinator_is_away)
+            with self.clock.training(None):
+                outcome = self._network.wait_for(exchange.outcome, interruptible=lambda: client.coordinator_is_away)
         except BaseException as error:
             self._withdraw(exchange)
             if isinstance(error, Interrupted | NotAdmitted):
@@ -415,7 +426,8 @@ class TrainingReplica:
         match outcome:
             case Committed():
                 self._withdraw(exchange)
-                self._go_on(outcome)
+                with self.clock.training("applying"):
+                    self._go_on(outcome)
             case Aborted():
                 self._keep_work(exchange.round, outcome)
             case Resync(is_unusable=True):
@@ -472,10 +484,11 @@ class TrainingReplica:
         self._enter_round(verdict.round + 1)
         self._network.post(self._member.request_heartbeat)
         self._note_verdict(verdict)
-        if self._divergence.is_doubtful:  # keep the older checkpoints, which the run may go back to
-            self._discard_checkpoint()
-        elif self._checkpointer is not None:
-            self._checkpointer.commit(self._state, verdict)
+        with self.clock.training("checkpoint"):
+            if self._divergence.is_doubtful:  # keep the older checkpoints, which the run may go back to
+                self._discard_checkpoint()
+            elif self._checkpointer is not None:
+                self._checkpointer.commit(self._state, verdict)
         self._emit(
             "committed",
             round=verdict.round,

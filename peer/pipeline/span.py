@@ -188,7 +188,10 @@ class HeldSpan:
         task = self.runner.take_ready_task(made)
         if made is not None:
             self._network.post(self.runner.wake)
-        return task or self._network.call(self.runner.next_task(), interruptible=True)
+        if task is None:
+            self.training.note_phase("waiting")
+            task = self._network.call(self.runner.next_task(), interruptible=True)
+        return task
 
     # Reports --------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from shoal.peer.training.device_streams import Mark, streams_of
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import Busy, NotAdmitted, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward, MicroBatch
+from shoal.swarm.protocol.types import WorkPhase
 
 MakeCompute = Callable[[Sequence[HeldStage], ComputeSettings, LayeredRecipe | None], StageCompute]
 
@@ -159,6 +160,7 @@ class SpanTraining:
 
     def execute(self, task: ForwardTask | BackwardTask | RepeatTask | ForgetTask) -> ComputeResult | None:
         """Do a task and return its result; None for a drop, and for a repetition, whose result is its own."""
+        self.note_phase("compute")
         match task:
             case ForwardTask():
                 return self._forward(task)
@@ -175,7 +177,9 @@ class SpanTraining:
         micro_batch, job = task.compute.micro_batch, task.compute.job
         given, targets = task.given, task.targets
         if given is None or targets is None:
+            self.note_phase("data")
             given, targets = self._samples.read(micro_batch)
+            self.note_phase("compute")
         compute = self._computes[task.compute.from_stage]
         key = MicroBatchKey(micro_batch.round, micro_batch.start, micro_batch.stop, job)
         self._keys[job] = compute, key
@@ -252,6 +256,11 @@ class SpanTraining:
 
     # Rounds ---------------------------------------------------------------------------------------------------
 
+    def note_phase(self, phase: WorkPhase | None) -> None:
+        """Note in the clocks of all stages what the training thread does now, as ``PhaseClock.train``."""
+        for replica in self.replicas.values():
+            replica.clock.train(phase)
+
     @property
     def round(self) -> int:
         """Round that the work is for: that of the stage furthest behind, if some have yet to catch up."""
@@ -269,6 +278,7 @@ class SpanTraining:
         stage was given to others, ``Diverged``.
         """
         number = self.round
+        self.note_phase(None)
         # A stage that was synced while a round ended is behind the others and catches up.
         taking_part = [replica for replica in self.replicas.values() if replica.round == number]
         offered = [replica for replica in taking_part if replica.begin_exchange()]

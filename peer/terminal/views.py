@@ -322,6 +322,8 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     names = {member.peer: member.name for member in status.members}
     for relay in status.relays:
         head.add_row("relay", relay_text(relay, names))
+    for row in _timing_rows(status):
+        head.add_row(*row)
     head.add_row("running for", duration_text(status.elapsed_s))
     shown: list[RenderableType] = [head]
     if status.stages:
@@ -343,6 +345,20 @@ def held_out_text(figure: HeldOutFigure) -> Text:
     if figure.standing == "agreed":
         return words.append(f", agreed on by {who}", style="green")
     return words.append(f", the claim of one validator, {figure.claims[0].validator}", style="dim")
+
+
+def _timing_rows(status: CoordinatorToPeerStatus) -> list[tuple[str, RenderableType]]:
+    """Rows on where the time of the last round went, for whom it waited, and how much of the work is of use."""
+    rows: list[tuple[str, RenderableType]] = []
+    if (timing := status.timing) is not None:
+        parts = (("work", timing.work_s), ("gathering", timing.gather_s), ("exchange", timing.exchange_s))
+        words = ", ".join(f"{name} {duration_text(seconds)}" for name, seconds in parts)
+        rows.append(("last round", Text(f"{timing.round}  {duration_text(timing.wall_s)}: {words}")))
+        if timing.path is not None:
+            rows.append(("", Text(printable(timing.path.text), style="yellow")))
+    shares = (("utilisation", status.utilisation), ("goodput", status.goodput))
+    known = [f"{name} {share:.0%}" for name, share in shares if share is not None]
+    return [*rows, ("use", Text(", ".join(known)))] if known else rows
 
 
 def relay_text(relay: RelayStatus, names: Mapping[str, str]) -> str:

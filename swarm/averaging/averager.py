@@ -23,6 +23,7 @@ from shoal.swarm.averaging.contribution import EncodedContribution, encode
 from shoal.swarm.averaging.inclusions import Inclusions
 from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOffer, RoundOutcome
+from shoal.swarm.averaging.phase_clock import PhaseClock
 from shoal.swarm.averaging.prefetch import Prefetch, PrefetchManager
 from shoal.swarm.averaging.result_fetch import complete_results
 from shoal.swarm.averaging.results import PublishedResults, ResultArchive, ResultStore, RoundMean
@@ -59,6 +60,8 @@ class Averager:
         is_gathering = client.run_file.collective is not None
         self.round_feedback = RoundFeedback(elements, client.run_file.averaging, is_gathering=is_gathering)
         self.activity = ""
+        self.clock = PhaseClock()
+        """Of the member's rounds; its training thread may use it, too."""
         self.on_exchange: Callable[[bool], object] = bool
         """Called with True when an exchange begins and False when it has ended, so that other traffic can wait."""
         self._client = client
@@ -93,6 +96,7 @@ class Averager:
     async def average(self, offer: RoundOffer) -> RoundOutcome:
         """Take part in a round from ``ready`` to its verdict; returns what the verdict means for this member."""
         self._idle.clear()
+        self.clock.exchange("packing")
         self._joins, self._is_offered, self._claim = self._client.joins, False, b""
         self._prefetch = self.prefetch_manager.take(offer.round)
         try:
@@ -108,6 +112,7 @@ class Averager:
                 self._contribution = None
                 self._buffers.trim()
                 self.activity = ""
+                self.clock.exchange(None)
             finally:
                 self._idle.set()
         # A mean may include some of the residual, which must not be included twice; late work is others' from now on.
@@ -138,6 +143,7 @@ class Averager:
         )
         statement = ContributionStatement.of_ready(client.round_name(number), ready)
         ready = ready.model_copy(update={"signature": client.sign(statement)})
+        self.clock.exchange("waiting")
         report: PeerToCoordinatorRoundReport | None = None
         reported: tuple[int, int] | None = None
         while (view := client.view).round <= number:
@@ -149,7 +155,11 @@ class Averager:
                         return Aborted("the round was reopened: samples of its batch had been lost")
                     await self._wait(number)
             elif report is None:
+                self.clock.exchange("exchange")
                 report = await self._take_part(view, view.plan, offer, tasks)
+                self.clock.exchange("waiting")
+                if report is not None:
+                    report = report.model_copy(update={"times": self.clock.times()})
             elif reported != (view.epoch, client.joins):
                 # Once for each epoch and membership: a report counts as progress and delays the verdict.
                 reported = (view.epoch, client.joins)
@@ -294,6 +304,8 @@ class Averager:
 
     async def _conclude(self, view: RunView, offer: RoundOffer) -> RoundOutcome:
         verdict, exchange = view.verdict, self._exchange
+        self.clock.end_round()
+        self.clock.exchange("applying")
         await self._end_exchange()
         # Members that lag behind fetch the last committed round's bytes here, so they stay until the next is committed.
         before = sorted(number for number in self._stores if number < offer.round)

@@ -52,16 +52,10 @@ class Bandwidths:
         is not believed where there could have been two."""
         for planned in plan.members:  # also in rounds without a figure, as a link may have become slower since
             self._least[planned.peer].append(least_bps.get(planned.peer, 0.0))
-        rates: defaultdict[int, dict[str, float]] = defaultdict(dict)
-        for witness, report in reports.items():
-            for one in report.deliveries:
-                rates[one.member][witness] = one.bps
         traffic = Traffic(plan)
-        for member, by_witness in rates.items():
-            shares = traffic.shares(member)
-            served = {plan.members[one].peer: shares[one] for one in collectors(plan, member)}
-            values = [bps / served[witness] for witness, bps in by_witness.items() if witness in served]
-            if len(values) >= min(2, len(served)) > 0:
+        for member, by_witness in delivered_bps(plan, reports).items():
+            values = sending_bps(plan, traffic, member, by_witness)
+            if len(values) >= min(2, len(collectors(plan, member))) > 0:
                 unclaimed = min(values) if len(values) == 2 else median_high(values)
                 self._seen[plan.members[member].peer].append((unclaimed, median_high(values)))
 
@@ -90,6 +84,30 @@ class Bandwidths:
         return median_high(self._least[peer]) if peer in self._least else 0.0
 
 
+def delivered_bps(plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport]) -> dict[int, dict[str, float]]:
+    """Return the rates at which each member of the plan delivered, in bits a second, by the peer that received."""
+    rates: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for witness, report in reports.items():
+        for one in report.deliveries:
+            rates[one.member][witness] = one.bps
+    return dict(rates)
+
+
+def sending_bps(plan: RoundPlan, traffic: Traffic, member: int, by_witness: Mapping[str, float]) -> list[float]:
+    """Return the rate at which a member sent to all, as each of its collectors saw it: its own, by its share."""
+    shares = traffic.shares(member)
+    served = {plan.members[one].peer: shares[one] for one in collectors(plan, member)}
+    return [bps / served[witness] for witness, bps in by_witness.items() if witness in served]
+
+
+def sent_bytes(plan: RoundPlan, format_map: FormatMap) -> dict[str, float]:
+    """Return how much each member sends in a round without failures, by peer id."""
+    elements, traffic = plan.parts[-1].stop, Traffic(plan)
+    formats = format_map.contribution(0, elements), format_map.result(0, elements, len(plan.members))
+    packed_bytes = min(one.packed_bytes(elements) for one in formats)
+    return {one.peer: packed_bytes * traffic.elements(index) / elements for index, one in enumerate(plan.members)}
+
+
 def sent_at_least(
     plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport], format_map: FormatMap, took_s: float
 ) -> dict[str, float]:
@@ -102,11 +120,7 @@ def sent_at_least(
         report = reports.get(peer)
         if report is None or None in report.digests or report.dropped or report.failed:
             return {}
-    elements, traffic = plan.parts[-1].stop, Traffic(plan)
-    formats = format_map.contribution(0, elements), format_map.result(0, elements, len(members))
-    packed_bytes = min(one.packed_bytes(elements) for one in formats)
-    sent_bytes = {peer: packed_bytes * traffic.elements(index) / elements for index, peer in enumerate(members)}
-    return {peer: 8 * size / took_s for peer, size in sent_bytes.items() if size >= _FEWEST_BYTES}
+    return {peer: 8 * size / took_s for peer, size in sent_bytes(plan, format_map).items() if size >= _FEWEST_BYTES}
 
 
 def _levelled(figures: Mapping[str, float]) -> dict[str, float]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.coordinator.round_scope import RoundScope
+from shoal.swarm.coordinator.round_timing import timing_of
+from shoal.swarm.protocol.rounds import PlanMember, Verdict
 from shoal.swarm.protocol.verdict_chain import tied_together
 from shoal.swarm.sample_ranges import count, from_wire
 
@@ -163,11 +165,33 @@ class Barrier:
     def _end(self, unsigned: Sequence[ev.VerdictGiven]) -> None:
         """Give all scopes their verdicts. Those of a pipeline cover each other, and have the last stage's loss."""
         verdicts = [event.verdict for event in unsigned]
+        self._note_timing(unsigned)
         if self.all_or_none:
             loss = verdicts[-1].loss
             verdicts = tied_together([verdict.model_copy(update={"loss": loss}) for verdict in verdicts])
         for scope, event, verdict in zip(self.scopes, unsigned, verdicts, strict=True):
             scope.give_verdict(event.model_copy(update={"verdict": verdict}))
+
+    def _note_timing(self, unsigned: Sequence[ev.VerdictGiven]) -> None:
+        """Note where the time of the round went, and which of the work was of use."""
+        first, timings = unsigned[0], self.scopes[0].timings
+        failed = [{*event.failed, *event.missing} for event in unsigned]
+        seen = [scope.seen(of) for scope, of in zip(self.scopes, failed, strict=True)]
+        timings.add(timing_of(first.verdict.round, first.verdict.committed, seen))
+        lost = sum(one.weight_tokens for one in _planned(first.verdict) if one.peer in first.lost)
+        if first.went_back is not None:
+            undone = self.scopes[0].tokens_committed - first.verdict.tokens_total
+            timings.committed(-undone)
+            timings.wasted(undone)
+        elif first.verdict.committed:
+            timings.committed(first.verdict.tokens)
+            timings.wasted(lost)
+        elif self.all_or_none:
+            timings.wasted(min(scope.tokens_in_round() for scope in self.scopes))  # the batch is done anew
+
+
+def _planned(verdict: Verdict) -> Sequence[PlanMember]:
+    return verdict.plan.members if verdict.plan is not None else ()
 
 
 def _say_short(scope: RoundScope, proposal: ev.RoundPlanned | None) -> str:

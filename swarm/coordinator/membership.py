@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -21,6 +21,7 @@ from shoal.swarm.coordinator.events import (
 from shoal.swarm.coordinator.reachability import walls
 from shoal.swarm.coordinator.trust import counting, forfeit_credit, weightiest
 from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
+from shoal.swarm.protocol.timing import MemberTimes
 from shoal.swarm.protocol.types import (
     MAX_MEMBERS,
     MAX_TOLD_PATHS,
@@ -32,6 +33,7 @@ from shoal.swarm.protocol.types import (
     Role,
     RosterDelta,
     RosterEntry,
+    WorkPhase,
 )
 
 T = TypeVar("T")
@@ -89,7 +91,8 @@ class Member:
     its work is of no use. ``left``: why it is not alive any more, and ``trouble``, by its own word, what made it go.
     ``network``: where it comes from; ``invite``: the id of the invite that let its identity in; ``joined_s``: when it
     joined, in Unix time; ``worked_s``: when work of it was committed last, or when it joined; ``progress_s``: when it
-    last said that it had got on with anything; ``unmet``: members with which it could make no connection."""
+    last said that it had got on with anything; ``unmet``: members with which it could make no connection; ``phase``:
+    what its training does; ``times``: where the time of its last round went."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -140,6 +143,8 @@ class Member:
     diverged: KeptState | None = None
     paths: tuple[PathReport, ...] = ()
     unmet: tuple[str, ...] = ()
+    phase: WorkPhase = "waiting"
+    times: MemberTimes | None = None
 
     def __post_init__(self) -> None:
         self.worked_s = self.progress_s = self.heard_s
@@ -345,6 +350,7 @@ class Membership:
             "diverged",
             "paths",
             "unmet",
+            "phase",
         ):
             setattr(member, name, getattr(heartbeat, name))
         member.claimed_bps = heartbeat.bandwidth_bps
@@ -492,6 +498,15 @@ class Membership:
         known: T = self._remembered[question]
         return known
 
+    def relayed(self) -> set[str]:
+        """Return the members to which most of the others have their path over a relay, by their word."""
+        all_paths, relayed = Counter[str](), Counter[str]()
+        for member in self.live.values():
+            for path in member.paths:
+                all_paths[path.peer] += 1
+                relayed[path.peer] += path.kind == "relayed"
+        return {peer for peer, paths in relayed.items() if 2 * paths > all_paths[peer]}
+
     def walls(self, group_size: int) -> Mapping[str, str]:
         """Return why live trainers cannot take part, by peer: those that can meet none of whom they would have to."""
         return self._remember(("walls",), lambda: walls(self.trainers(), group_size))
@@ -531,6 +546,7 @@ class Membership:
                 unusual=member.unusual_rounds,
                 suspended_rounds=max(0, member.suspended_until - current_round),
                 wall=walls.get(peer, "")[:_LONGEST_WALL],
+                times=member.times.training if member.times is not None and member.alive else None,
             )
             for peer, member in recorded[: 4 * MAX_MEMBERS]
         )

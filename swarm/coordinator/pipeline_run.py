@@ -17,6 +17,7 @@ from shoal.swarm.coordinator.model_check import check_same_tokens
 from shoal.swarm.coordinator.placement import PipelineViews, PlacementRequest, believed, cost_of
 from shoal.swarm.coordinator.reachability import WHAT_HELPS, can_be_dialed, can_meet, is_limited, say_apart
 from shoal.swarm.coordinator.round_scope import RoundScope, Sign
+from shoal.swarm.coordinator.round_timing import TimingHistory
 from shoal.swarm.coordinator.stage import Stage
 from shoal.swarm.coordinator.stall_detector import StallDetector
 from shoal.swarm.coordinator.trust import ACCUSED_AT_ONCE, DETOUR_ROUNDS, credit_of, outvotes
@@ -79,6 +80,7 @@ class PipelineRun:
         self.version = 0
         self.shortage = ""
         """Reason why there is no plan, in the planner's words."""
+        self.timings = TimingHistory()
         self._sign = sign
         self._views = PipelineViews(run)
         self._is_plan_due = True
@@ -264,7 +266,7 @@ class PipelineRun:
             scope = RoundScope(self.settings.run, self._sign, self.log, number, layers, self.settings)
             assert scope.stage is not None
             scope.admission.access_list = self.admission.access_list
-            scope.together = self.scopes
+            scope.together, scope.timings = self.scopes, self.timings
             self.scopes.append(scope)
             self.stages.append(scope.stage)
 
@@ -786,6 +788,7 @@ def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
             "share": committed[one.peer] / total if total else 0.0,
             "credit": run.standing(one.peer).credit,
             "wall": apart.get(one.peer, "")[:300],
+            "times": next((member.times.training for member in known if member.times is not None), None),
         }
         told.append(one.model_copy(update=update))
     return tuple(told)

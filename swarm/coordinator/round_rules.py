@@ -24,7 +24,10 @@ class Round:
 
     ``ranges``: by member of the plan, its samples; ``orphans``: those members that have left since, whether they
     rejoined or not. ``moves_left``: how often a member's moved chunks can still put off the verdict. ``expected``: the
-    plan that was announced with the closing, until one of its members leaves or another plan is made."""
+    plan that was announced with the closing, until one of its members leaves or another plan is made. ``began_s``: when
+    the round before had ended; ``worked_s``, ``readied_s``, ``reports_s``: by member, when it last got on with its
+    work, and when its contribution and its report came, or the others went on without; ``planned_s``: when the plan was
+    made."""
 
     number: int
     phase: Phase = "waiting"
@@ -42,6 +45,11 @@ class Round:
     reported_s: float = 0.0
     moves_left: dict[str, int] = field(default_factory=dict)
     orphans: set[str] = field(default_factory=set)
+    began_s: float = field(default=0.0, compare=False)
+    planned_s: float | None = field(default=None, compare=False)
+    worked_s: dict[str, float] = field(default_factory=dict, compare=False)
+    readied_s: dict[str, float] = field(default_factory=dict, compare=False)
+    reports_s: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
+from shoal.compression.formats import FormatMap
 from shoal.swarm.averaging.norm_claims import claim_bytes
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.admission import Admission, Standing
 from shoal.swarm.coordinator.agreement import StateClaims
 from shoal.swarm.coordinator.amendments import RunSettings
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
+from shoal.swarm.coordinator.critical_path import MemberSeen, ScopeSeen, links_seen
 from shoal.swarm.coordinator.divergence import (
     CombinedClaims,
     DivergenceRollback,
@@ -67,6 +70,7 @@ from shoal.swarm.coordinator.round_rules import (
     makers_of,
     weighted_mean,
 )
+from shoal.swarm.coordinator.round_timing import TimingHistory
 from shoal.swarm.coordinator.stage import Stage
 from shoal.swarm.coordinator.stale_journal import is_known, taken_over
 from shoal.swarm.coordinator.trust import (
@@ -155,7 +159,9 @@ class RoundScope:
         those of the whole run."""
         self.settings = settings or RunSettings(run)
         self.log = log
-        self.round = Round(0, opened_s=log.now_s)
+        self.round = Round(0, opened_s=log.now_s, began_s=log.now_s)
+        self.timings = TimingHistory()
+        """Of the run; of a pipeline shared by its stages."""
         self.deadlines = Deadlines(run.round.patience_s)
         self.stage = None if stage is None else Stage(self, stage, layers)
         self.membership = Membership(roster_version=log.epoch)
@@ -276,6 +282,7 @@ class RoundScope:
             case ev.MemberLost():
                 if event.reason == ev.KEPT_SAMPLES:
                     self._leave_out([event.peer])
+                self._note_loss(event.peer)
                 self.membership.lose(event)
                 for peer in self.membership.forget_strangers(self._left_traces):
                     self.admission.sent_bytes.forget(peer)
@@ -345,6 +352,16 @@ class RoundScope:
         if self.round.plan is None:
             self.round.expected = None  # it may rejoin before the plan, with other work
 
+    def _note_loss(self, peer: str) -> None:
+        """Note that the others go on without a member, whose work is lost unless the round has it already."""
+        member, current = self.membership.members[peer], self.round
+        if current.phase == "closing" and peer in self.leases.held:
+            current.readied_s[peer] = self.log.now_s
+        elif current.phase == "averaging" and peer in current.ranges and peer not in current.reports:
+            current.reports_s[peer] = self.log.now_s
+        done = member.tokens_ahead if peer in current.ranges else member.tokens_done + member.tokens_ahead
+        self.timings.wasted(min(done, self.leased_tokens(peer)))
+
     def _left_traces(self, peer: str) -> bool:
         """Whether the run would be another one without this member."""
         one = self.membership.members[peer]
@@ -362,7 +379,7 @@ class RoundScope:
         self.round.phase = "averaging"
         self.round.plan = event.plan
         self.round.loss, self.round.median_loss = event.loss, event.median_loss
-        self.round.progress_s = self.round.reported_s = self.log.now_s
+        self.round.progress_s = self.round.reported_s = self.round.planned_s = self.log.now_s
         peers = [member.peer for member in event.plan.members]
         self.round.moves_left = dict.fromkeys(peers, -(-event.plan.parts[-1].stop // event.plan.chunk_elements))
         self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, event.ranges, strict=True)}
@@ -409,7 +426,8 @@ class RoundScope:
         self.setback = self.setback.passed(self.anchor_version)
         phase, closed_s = self.round.phase, self.round.closes_s
         ahead = self.run.averaging.overlap and phase in ("closing", "averaging")
-        self.round = Round(verdict.round + 1, opened_s=min(closed_s, self.log.now_s) if ahead else self.log.now_s)
+        opened_s = min(closed_s, self.log.now_s) if ahead else self.log.now_s
+        self.round = Round(verdict.round + 1, opened_s=opened_s, began_s=self.log.now_s)
         if phase != "waiting" and self.membership.trainers():
             self.round.phase = "training"
         if self.stopping or is_over(
@@ -772,7 +790,7 @@ class RoundScope:
 
     def _restore(self, snapshot: ev.RunSnapshot) -> None:
         """Take over a snapshot in a new scope. Members that were alive count as heard now."""
-        self.round = Round(snapshot.round, snapshot.phase, opened_s=self.log.now_s)
+        self.round = Round(snapshot.round, snapshot.phase, opened_s=self.log.now_s, began_s=self.log.now_s)
         self.model, self.elements = snapshot.model, snapshot.model.elements if snapshot.model else 0
         self.anchor_version, self.agreed_digest = snapshot.anchor_version, snapshot.agreed_digest
         self.agreement, self.took_part = snapshot.agreement, frozenset(snapshot.took_part)
@@ -827,8 +845,11 @@ class RoundScope:
 
     def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
         self.log.now_s = now_s
-        received_before = self.membership.members[peer].bytes_received
+        before = self.membership.members[peer]
+        received_before, done_before = before.bytes_received, before.tokens_done
         moved = self.membership.hear(peer, heartbeat, self.round.number, now_s)
+        if before.tokens_done > done_before:
+            self.round.worked_s[peer] = now_s
         if not self.membership.is_observer(peer):
             process = self.membership.members[peer].entry.certificate.curve_key
             self.admission.sent_bytes.add(peer, process, heartbeat.bytes_sent)
@@ -844,7 +865,7 @@ class RoundScope:
             self._agree_on_beginning()
         if self.round.phase == "waiting" and self.synced():
             self.round.phase = "training"
-            self.round.opened_s = now_s
+            self.round.opened_s = self.round.began_s = now_s
             self.log.announcements += 1
 
     def _agree_on_beginning(self) -> None:
@@ -911,6 +932,7 @@ class RoundScope:
             if self.counts(peer):
                 self._ready_delays.saw(now_s - self.round.closes_s)
             self.round.ready_s = min(self.round.ready_s, now_s)
+            self.round.readied_s[peer] = now_s
         elif before != ready:
             self.round.expected = None  # others may have fetched parts of the earlier contribution
         self.round.ready[peer] = ready
@@ -934,6 +956,9 @@ class RoundScope:
             if self.counts(peer):
                 self._report_delays.saw(now_s - self.round.reported_s if self.round.reports else 0.0)
             self.round.progress_s = self.round.reported_s = now_s
+            self.round.reports_s[peer] = now_s
+            if report.times is not None:
+                self.membership.members[peer].times = report.times
         self.round.reports[peer] = report
 
     def status(self, now_s: float) -> CoordinatorToPeerStatus:
@@ -963,6 +988,48 @@ class RoundScope:
             coverage=coverage_of(self.leases, samples) if samples else (),
             members=self.membership.status(self.anchor_version, self.agreed_digest, self.round.number, self.walls()),
             amendments=self.settings.made,
+            timing=self.timings.newest,
+            utilisation=self.timings.utilisation,
+            goodput=self.timings.goodput,
+        )
+
+    def seen(self, failed: Iterable[str] = ()) -> ScopeSeen:
+        """Return what was seen of the round's time, as it ends. ``failed``: members that did not deliver."""
+        current, now_s = self.round, self.log.now_s
+        reports_s = {peer: current.reports_s.get(peer, now_s) for peer in current.ranges}
+        links = {}
+        if current.plan is not None and self.model is not None:
+            links = links_seen(current.plan, self._witnesses(), self._format_map())
+        steps_s = [one.step_s for one in self.membership.trainers().values()]
+        needs_batch = self.stage is None and self.goal().exact
+        peers, relayed = {*current.worked_s, *current.readied_s, *reports_s}, self.membership.relayed()
+        return ScopeSeen(
+            began_s=current.began_s,
+            closes_s=max(current.closes_s, current.began_s),
+            planned_s=current.planned_s,
+            ended_s=now_s,
+            heartbeat_s=self.deadlines.heartbeat_s,
+            step_s=median_low(steps_s) if steps_s else 0.0,
+            members={peer: self._seen(peer, relayed) for peer in peers if peer in self.membership.members},
+            worked_s=current.worked_s if needs_batch else {},
+            ready_s=current.readied_s,
+            reported_s=reports_s,
+            links=links,
+            undelivered=tuple(failed),
+            stage=None if self.stage is None else self.stage.number,
+            usual_exchange_s=self.timings.usual_exchange_s,
+        )
+
+    def _seen(self, peer: str, relayed: Collection[str]) -> MemberSeen:
+        member, report = self.membership.members[peer], self.round.reports.get(peer)
+        return MemberSeen(
+            name=member.entry.name,
+            heard_s=member.heard_s,
+            joined_s=member.joined_s - self.log.unix_s + self.log.now_s,
+            phase=member.phase,
+            is_relayed=peer in relayed,
+            times=report.times if report is not None else None,
+            is_gone=not member.alive,
         )
 
     def excuse(self, stood_s: float) -> None:
@@ -971,6 +1038,7 @@ class RoundScope:
         self.round.closes_s += stood_s
         self.round.progress_s += stood_s
         self.round.reported_s += stood_s
+        self.round.began_s += stood_s
         self._outage.excuse(stood_s)
         if self._asked_for_kept_s is not None:
             self._asked_for_kept_s += stood_s
@@ -1179,11 +1247,18 @@ class RoundScope:
             trainers[peer].bandwidth_bps = bps
 
     def _learn_bandwidths(self, plan: RoundPlan) -> None:
-        shapes = [(spec.name, spec.shape) for spec in self.model.layout] if self.model else []
         reports, took_s = self.round.reports, self.round.reported_s - self.round.ready_s
+        self._bandwidths.learn(plan, self._witnesses(), sent_at_least(plan, reports, self._format_map(), took_s))
+
+    def _witnesses(self) -> Mapping[str, PeerToCoordinatorRoundReport]:
+        """Return the reports that are believed on the links of others."""
+        reports = self.round.reports
         counted = counting(self.membership.members, reports)
-        witnesses = {peer: reports[peer] for peer in counted} if len(counted) >= _FEWEST_WITNESSES else reports
-        self._bandwidths.learn(plan, witnesses, sent_at_least(plan, reports, self.run.format_map(shapes), took_s))
+        return {peer: reports[peer] for peer in counted} if len(counted) >= _FEWEST_WITNESSES else reports
+
+    def _format_map(self) -> FormatMap:
+        shapes = [(spec.name, spec.shape) for spec in self.model.layout] if self.model else []
+        return self.run.format_map(shapes)
 
     def _expect(self) -> None:
         """Set the plan that is expected if all members that work for the round get ready.
@@ -1216,8 +1291,10 @@ class RoundScope:
 
     def begin_averaging(self, proposal: ev.RoundPlanned) -> None:
         """Announce the plan, and note the members that were waited for in vain."""
+        awaited = self.awaited()
         if not self.goal().exact:
-            self._punctuality.saw(self.round.number, self.round.ready, self.awaited())
+            self._punctuality.saw(self.round.number, self.round.ready, awaited)
+        self.round.readied_s.update(dict.fromkeys(awaited, self.log.now_s))
         self.record(proposal)
 
     def free_kept_samples(self, plan: RoundPlan | None) -> None:

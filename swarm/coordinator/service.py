@@ -42,6 +42,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerRun,
     CoordinatorToPeerStatus,
     CoordinatorToPeerSuperseded,
+    CoordinatorToPeerTimings,
     CoordinatorToPeerView,
     HostToCoordinatorCommand,
     ListRecords,
@@ -53,6 +54,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorGetRelays,
     PeerToCoordinatorGetRun,
     PeerToCoordinatorGetStatus,
+    PeerToCoordinatorGetTimings,
     PeerToCoordinatorGetVerdicts,
     PeerToCoordinatorGetWork,
     PeerToCoordinatorHeartbeat,
@@ -124,6 +126,7 @@ class ScopeHandlers:
             PeerToCoordinatorHeartbeat: self._heartbeat,
             PeerToCoordinatorLeave: self._leave,
             PeerToCoordinatorGetStatus: self._status,
+            PeerToCoordinatorGetTimings: self._timings,
             PeerToCoordinatorGetVerdicts: self._history,
         }
         if not self.scope.number:
@@ -334,6 +337,12 @@ class ScopeHandlers:
         """The scope's status, with the relays that run."""
         relays = self.service.relays.statuses(self._dialable(), now_s)
         return self.scope.status(now_s).model_copy(update={"relays": relays})
+
+    async def _timings(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorGetTimings)
+        async with self.service.lock:
+            self.scope.admission.require_member(channel.remote_key)
+            return CoordinatorToPeerTimings(rounds=self.scope.timings.since(message.first))
 
     async def _history(self, channel: Channel, message: Message) -> Message:
         """Read verdicts from the journal, without the lock: what is in it never changes."""

@@ -15,6 +15,7 @@ from shoal.swarm.protocol.evaluations import EvaluationStatus, SignedEvaluation
 from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.paths import Plane, RelayPass, SignedRelay
 from shoal.swarm.protocol.rounds import MadeChunks, RunView, Verdict
+from shoal.swarm.protocol.timing import MAX_TIMINGS, MemberTimes, RoundTiming
 from shoal.swarm.protocol.types import (
     MAX_DELIVERIES,
     MAX_EPOCHS,
@@ -81,6 +82,7 @@ from shoal.swarm.protocol.types import (
     Text,
     Trouble,
     UnixTime,
+    WorkPhase,
 )
 from shoal.swarm.protocol.work_scores import SignedScore
 
@@ -154,7 +156,7 @@ class PeerToCoordinatorHeartbeat(Message):
     return to, newest first, of a peer that holds none yet or has diverged. ``roster_version``, ``verdict_chain``: what
     the peer knows, so the answer can leave it out. ``diverged``: the state from which the peer's local work diverges;
     it waits for the decision in the view. ``paths``: connections with other members, those over relays first;
-    ``unmet``: members with which this peer could make no connection."""
+    ``unmet``: members with which this peer could make no connection; ``phase``: what its training thread does now."""
 
     round: Count
     activity: Annotated[str, Field(max_length=32)]
@@ -175,6 +177,7 @@ class PeerToCoordinatorHeartbeat(Message):
     diverged: KeptState | None = None
     paths: Annotated[tuple[PathReport, ...], Field(max_length=MAX_PATHS)] = ()
     unmet: Annotated[tuple[PeerId, ...], Field(max_length=MAX_UNMET)] = ()
+    phase: WorkPhase = "waiting"
 
 
 class PeerToCoordinatorRequestLease(Message):
@@ -224,7 +227,8 @@ class PeerToCoordinatorRoundReport(Message):
     here;
     ``failed`` the owners and row reducers that did not give us what they had to; ``undelivered`` the members whose
     contributions are missing in what we reduced ourselves; ``deliveries`` what others' links gave. ``made``: parts that
-    we have reduced, in part or as a whole; their digests stand in ``digests``."""
+    we have reduced, in part or as a whole; their digests stand in ``digests``. ``times``: what our time went to since
+    the end of the round before; None if that is not known."""
 
     round: Count
     digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_PARTS)]
@@ -233,6 +237,7 @@ class PeerToCoordinatorRoundReport(Message):
     undelivered: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
     deliveries: Annotated[tuple[Delivery, ...], Field(max_length=MAX_DELIVERIES)] = ()
     made: Annotated[tuple[MadePart, ...], Field(max_length=MAX_PARTS)] = ()
+    times: MemberTimes | None = None
     trouble: Text
 
 
@@ -362,6 +367,12 @@ class PeerToCoordinatorGetStatus(Message):
     """Ask for the run's status."""
 
 
+class PeerToCoordinatorGetTimings(Message):
+    """Ask where the time of the last rounds went, from round ``first`` on."""
+
+    first: Count
+
+
 class PeerToCoordinatorGetVerdicts(Message):
     """Ask for the verdicts from round ``first`` on."""
 
@@ -482,6 +493,12 @@ class CoordinatorToPeerVerdicts(Message):
     more: bool
 
 
+class CoordinatorToPeerTimings(Message):
+    """Where the time of those rounds went that the coordinator remembers, oldest first."""
+
+    rounds: Annotated[tuple[RoundTiming, ...], Field(max_length=MAX_TIMINGS)]
+
+
 class CoordinatorToPeerReceipt(Message):
     """What became of evidence: ``incomplete`` until its last piece is here, then as in ``chunk_judge.Judgement``."""
 
@@ -493,12 +510,14 @@ class CoordinatorToPeerStatus(Message):
     """Summary of the run for ``shoal status``.
 
     ``rounds_undone``: rounds that were committed and then undone by a rollback; they are not in ``rounds_committed``.
-    ``outlook``: a sentence on what the run waits for while nobody holds its newest state, otherwise empty. ``warning``:
-    a sentence on losses that go wrong, with what to do, otherwise empty. ``evaluation``: held-out figures and texts.
-    ``stopping``: why the open round is the last one, or was, beside the run file's limits; otherwise empty.
+    ``outlook``: a sentence on what the run waits for while nobody holds its newest state, otherwise empty.
+    ``warning``: a sentence on losses that go wrong, with what to do, otherwise empty. ``evaluation``: held-out figures
+    and texts. ``stopping``: why the open round is the last one, or was, beside the run file's limits; otherwise empty.
     ``coverage``: of the newest epochs, oldest first; empty while the length of an epoch is not known. ``stages``: of a
     pipeline, once they are planned. ``amendments``: those in effect, and those to come. ``relays``: those that run
-    now."""
+    now. ``timing``: where the time of the last round went, and for whom the others waited in it. ``utilisation``:
+    share of the members' time spent in compute over the last rounds, by their own words; ``goodput``: of the tokens
+    trained since the coordinator's start, the share in committed rounds; None while nothing is known."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -524,6 +543,9 @@ class CoordinatorToPeerStatus(Message):
     members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
     stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()
     amendments: Amendments = ()
+    timing: RoundTiming | None = None
+    utilisation: Annotated[float, Field(ge=0, le=1)] | None = None
+    goodput: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 # Host to its coordinator --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -83,6 +83,11 @@ DivergenceWord = Literal["", "go on", "at fault", "unrecoverable"]
 ``at fault``: the members with most of the work continue from it; ``unrecoverable``: theirs diverges too, and there is
 no earlier state to go back to."""
 Phase = Literal["waiting", "training", "closing", "averaging", "ended"]
+WorkPhase = Literal["compute", "data", "packing", "exchange", "waiting", "applying", "checkpoint"]
+"""What a member's time goes to: local steps, waiting for data, encoding a contribution, moving bytes, waiting for
+others (for the plan, for owners, for the verdict), the outer step, and the checkpoint as far as training waits for it.
+"""
+WORK_PHASES: tuple[WorkPhase, ...] = get_args(WorkPhase)
 
 
 class Record(BaseModel):
@@ -397,6 +402,28 @@ class StageStatus(Record):
     is_bottleneck: bool
 
 
+class PhaseTimes(Record):
+    """Seconds of a member's time by phase."""
+
+    compute: Seconds = 0.0
+    data: Seconds = 0.0
+    packing: Seconds = 0.0
+    exchange: Seconds = 0.0
+    waiting: Seconds = 0.0
+    applying: Seconds = 0.0
+    checkpoint: Seconds = 0.0
+
+    def of(self, phase: WorkPhase) -> float:
+        """Return the seconds of a phase."""
+        seconds: float = getattr(self, phase)
+        return seconds
+
+    @property
+    def total_s(self) -> float:
+        """Sum over all phases."""
+        return sum(self.of(phase) for phase in WORK_PHASES)
+
+
 class Delivery(Record):
     """Rate at which a member of the plan delivered to the reporting one, in bits a second."""
 
@@ -445,7 +472,8 @@ class MemberStatus(Record):
     contribution was above its bound or next to nothing. ``suspended_rounds``: rounds for which its work still does not
     count, for that, or as the run was rolled back behind rounds that it may have spoilt. ``relayed``: whether others
     reach it over a relay, where it is not ``reachable``; ``paths``: some of those over which it is connected to others.
-    ``wall``: why it cannot take part, as it can meet none of those that it would have to; otherwise empty."""
+    ``wall``: why it cannot take part, as it can meet none of those that it would have to; otherwise empty. ``times``:
+    what its training thread did in the last round that it reported, by its own word."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -469,6 +497,7 @@ class MemberStatus(Record):
     unusual: Count = 0
     suspended_rounds: Count = 0
     wall: Text = ""
+    times: PhaseTimes | None = None
 
 
 class Blob(Record):

@@ -15,12 +15,15 @@ from shoal.swarm.protocol.json_values import jsonable, status_json
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.timing import RoundTiming
 
 COLUMNS = (
     *("round", "state", "ended_s", "tokens", "tokens_total", "loss", "members"),
     *("sent_bytes", "parts", "void", "version", "reason"),
+    *("work_s", "gather_s", "exchange_s", "waited_for", "waited_s", "why"),
 )
-"""Columns of ``RoundHistory``. ``state``: committed, aborted or undone; ``version``: of the anchor after the round."""
+"""Columns of ``RoundHistory``. ``state``: committed, aborted or undone; ``version``: of the anchor after the round;
+the last ones: where the round's time went, and for whom the others waited, null where that is not known any more."""
 
 _MAX_REASON = 200
 _WRITTEN = frozenset({"name", "kind", "activity", "left", "trouble", "wall"})
@@ -79,6 +82,8 @@ def public_status(status: CoordinatorToPeerStatus) -> dict[str, Any]:
             relay["host"], relay["port"] = "", 0
     for holder in (plain, *plain["stages"]):
         holder["outlook"] = without_addresses(holder["outlook"])
+    if plain["timing"] is not None and plain["timing"]["path"] is not None:
+        plain["timing"]["path"]["text"] = without_addresses(plain["timing"]["path"]["text"])
     plain["warning"] = without_addresses(plain["warning"])
     plain["waits_for"] = without_addresses(waits_for(status))
     return plain
@@ -122,15 +127,16 @@ class RoundHistory:
         """The first round that is not here yet."""
         return self.rows[-1][0] + 1 if self.rows else 0
 
-    def take(self, verdicts: Iterable[Verdict]) -> None:
-        """Append verdicts; those of rounds that are here already are left out."""
+    def take(self, verdicts: Iterable[Verdict], timings: Iterable[RoundTiming] = ()) -> None:
+        """Append verdicts, with the timings of some of them; those of rounds that are here already are left out."""
+        timed = {timing.round: timing for timing in timings}
         for verdict in verdicts:
             if verdict.round < self.next_round:
                 continue
             before = self.rows[-1][COLUMNS.index("version")] if self.rows else 0
             if verdict.anchor_version < before:
                 self._undo(verdict.anchor_version)
-            self.rows.append(_row(verdict))
+            self.rows.append([*_row(verdict), *_timed(timed.get(verdict.round))])
 
     def _undo(self, version: int) -> None:
         """Mark the committed rounds that made versions above this one."""
@@ -164,6 +170,16 @@ def _row(verdict: Verdict) -> list[Any]:
         verdict.anchor_version,
         without_addresses(verdict.reason)[:_MAX_REASON],
     ]
+
+
+def _timed(timing: RoundTiming | None) -> list[Any]:
+    if timing is None:
+        return [None] * 6
+    seconds = [round(one, 3) for one in (timing.work_s, timing.gather_s, timing.exchange_s)]
+    path = timing.path
+    if path is None:
+        return [*seconds, None, None, ""]
+    return [*seconds, path.peer, round(path.extra_s, 3), without_addresses(path.text)[:_MAX_REASON]]
 
 
 def round_detail(verdict: Verdict) -> dict[str, Any]:

@@ -144,11 +144,12 @@ class RunPage:
                 return
             status = await self._ask(self._source.status())
             history = self.feed.history
+            timings = await self._ask(self._source.timings(history.next_round))
             for _ in range(_READS_A_LOOK):
                 first = history.next_round
                 if first > status.round or (first == status.round and status.phase != "ended"):
                     break
-                history.take(await self._ask(self._source.verdicts(first, _ROUNDS_A_READ)))
+                history.take(await self._ask(self._source.verdicts(first, _ROUNDS_A_READ)), timings)
                 if history.next_round == first:
                     break
             self._looked_s = time.monotonic()

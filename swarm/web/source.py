@@ -17,6 +17,7 @@ from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.timing import RoundTiming
 from shoal.swarm.web.metrics import Reading
 from shoal.swarm.web.run_metrics import CommittedRoundFacts, HostFacts, run_readings
 
@@ -46,6 +47,10 @@ class PageSource(Protocol):
         """What a scrape of this moment says of the run. Raises ``ShoalError``."""
         ...
 
+    async def timings(self, first: int) -> Sequence[RoundTiming]:
+        """Where the time of rounds from ``first`` on went, as far as that is remembered. Raises ``ShoalError``."""
+        ...
+
 
 class HostedPage:
     """The page of a run that this process hosts. ``folders``: those whose disks are watched, by what they hold."""
@@ -71,6 +76,10 @@ class HostedPage:
     async def _read(self, first: int, limit: int) -> list[VerdictGiven]:
         scope = len(self._service.handlers) - 1 or None  # of a pipeline the last stage, whose rounds have the loss
         return await in_thread(self._service.journal.verdicts, first, limit, scope)
+
+    async def timings(self, first: int) -> Sequence[RoundTiming]:
+        async with self._service.lock:
+            return self._service.scope.timings.since(first)
 
     async def readings(self) -> Sequence[Reading]:
         service, free_bytes = self._service, await in_thread(_free_bytes, self._folders)

@@ -9,6 +9,7 @@ from shoal.peer.member.member import Progress
 from shoal.peer.session import Session, StepTimer
 from shoal.peer.training.data import LeasedSamples
 from shoal.peer.training.device_streams import Pacer, streams_of
+from shoal.swarm.averaging.phase_clock import PhaseClock
 from shoal.swarm.protocol.run_file import parse_run_file
 
 NOTHING_AMENDED = SimpleNamespace(look_at_amendments=lambda: None)
@@ -37,7 +38,7 @@ class Loop:
         deadlines = SimpleNamespace(lease_s=1.0, first_step_s=1.0)
         client = SimpleNamespace(view=self.view, closes_at_s=None, deadlines=deadlines, coordinator_is_away=False)
         client.run_now = self.run
-        session._member = SimpleNamespace(client=client, rejoined=False, progress=Progress())
+        session._member = SimpleNamespace(client=client, rejoined=False, progress=Progress(), clock=PhaseClock())
         session.fetch_lease = session._lease = self._lease
         session.options = SimpleNamespace(role="trainer")
         self.session: Session = session

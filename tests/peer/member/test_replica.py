@@ -25,6 +25,7 @@ from shoal.peer.training.data import DataAbout
 from shoal.peer.training.divergence import TRIES
 from shoal.peer.training.outer_optimizer import make_outer
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync, RoundOffer, RoundOutcome
+from shoal.swarm.averaging.phase_clock import PhaseClock
 from shoal.swarm.errors import Diverged, NotAdmitted
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import OuterSection, parse_run_file
@@ -39,6 +40,7 @@ class FakeMember:
 
     def __init__(self) -> None:
         self.progress = Progress()
+        self.clock = PhaseClock()
         self.offers: list[RoundOffer] = []
         self.afresh = 0
         self.held: list[AnchorState] = []

@@ -13,6 +13,7 @@ from shoal.peer.pipeline.capability_updates import SpeedEstimate
 from shoal.peer.pipeline.compute import ComputeSettings
 from shoal.peer.pipeline.training import BackwardTask, ForwardTask, SpanTraining, TrainingSamples
 from shoal.peer.training.data import SampleOrder
+from shoal.swarm.averaging.phase_clock import PhaseClock
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward, MicroBatch
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def test_a_throttled_device_is_measured_by_its_own_clock(device: Device) -> None
     recipe, took = gpt(), []
     layered = recipe.layers(1)
     stage = held(layered, (0, 2, len(layered)), 0, CPU)
-    replica: Any = SimpleNamespace(round=0, count_trained=lambda *_: None)
+    replica: Any = SimpleNamespace(round=0, count_trained=lambda *_: None, clock=PhaseClock())
     samples = TrainingSamples(recipe, recipe.training_data(), SampleOrder(100, 1))
     speed = SpeedEstimate(lambda stage: 2.0)
 

@@ -35,6 +35,7 @@ from shoal.peer.pipeline.work_checks import CheckSettings
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.averaging.phase_clock import PhaseClock
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import Busy, StaleWork, Unreachable, WireError
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward
@@ -198,7 +199,7 @@ class FakeReplica:
     round = ROUND
 
     def __init__(self, vector: ParameterVector) -> None:
-        self.work = AccumulatedGradient(vector)
+        self.work, self.clock = AccumulatedGradient(vector), PhaseClock()
         self.ranges: Ranges = []
 
     def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.peer.pipeline.training import SpanTraining
+from shoal.swarm.averaging.phase_clock import PhaseClock
 from shoal.swarm.errors import NotAdmitted
 
 TAKEN = (-1, False)
@@ -15,7 +16,7 @@ class FakeReplica:
     """``ends``: the round after ``conclude``, and whether the work outlived it."""
 
     def __init__(self, log: list[str], name: str, round_number: int, ends: tuple[int, bool], *, offers: bool = True):
-        self.round = round_number
+        self.round, self.clock = round_number, PhaseClock()
         self._log, self._name, self._ends, self._offers = log, name, ends, offers
 
     def begin_exchange(self) -> bool:

@@ -226,6 +226,7 @@ NOT_FROM_EVENTS = {
     "_outage",
     "_punctuality",
     "_claims",
+    "timings",
 }
 """Attributes of a machine that come from its start, or from what is not journaled, and cannot be compared."""
 

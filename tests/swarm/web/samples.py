@@ -8,6 +8,7 @@ from typing import Any
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.timing import CriticalPath, RoundTiming
 from shoal.swarm.protocol.types import Coverage, DeviceInfo, MemberStatus, RelayLoad, RelayStatus, StageStatus
 
 DEVICE = DeviceInfo(kind="cpu", name="some CPU", memory_bytes=2**33)
@@ -110,4 +111,15 @@ def full_status(members: Sequence[MemberStatus]) -> CoordinatorToPeerStatus:
         ),
         coverage=(Coverage(epoch=3, samples=200, committed=50, leased=10, returned=0),),
         stages=(stage,),
+    )
+
+
+def timing(number: int, *, late: int | None = None, text: str = "") -> RoundTiming:
+    """``late``: number of the member that the others waited for."""
+    path = None
+    if late is not None:
+        peer = member(late).peer
+        path = CriticalPath(peer=peer, phase="exchange", extra_s=12.0, cause="slow upload", bps=2e6, text=text)
+    return RoundTiming(
+        round=number, committed=True, wall_s=20.0, work_s=12.0, gather_s=1.0, exchange_s=7.0, members=2, path=path
     )

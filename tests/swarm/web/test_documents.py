@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from tests.swarm.web.samples import DEVICE, RUN, member, status, verdict
+from tests.swarm.web.samples import DEVICE, RUN, member, status, timing, verdict
 
 from shoal.swarm.protocol.json_values import status_json
 from shoal.swarm.protocol.types import RelayStatus
@@ -27,6 +27,18 @@ def test_rounds_come_in_columns_and_each_once() -> None:
     assert (columns["parts"][0], columns["void"][0]) == (2, 1)
     assert history.since(1, 1)["round"] == [1]
     assert history.since(3, 10)["round"] == []
+
+
+def test_rounds_say_where_their_time_went_and_for_whom_the_others_waited() -> None:
+    history = RoundHistory()
+    late = timing(1, late=2, text="round 1 took 12 s longer because x at 10.0.0.1:80 sent at 2 Mbit/s")
+    history.take([verdict(0, 1), verdict(1, 2), verdict(2, 3)], [late, timing(2)])
+    columns = history.since(0, 9)
+    assert columns["exchange_s"] == [None, 7.0, 7.0]
+    assert columns["waited_for"] == [None, member(2).peer, None]
+    assert columns["waited_s"] == [None, 12.0, None]
+    assert columns["why"] == [None, "round 1 took 12 s longer because x at (address) sent at 2 Mbit/s", ""]
+    assert "10.0.0.1" not in encode(public_status(status([member(1)], timing=late))).decode()
 
 
 def test_rounds_behind_a_rollback_are_undone_and_those_before_it_are_not() -> None:

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 import pytest
-from tests.swarm.web.samples import RUN, member, status, verdict
+from tests.swarm.web.samples import RUN, member, status, timing, verdict
 
 from shoal.swarm.errors import ShoalError, StorageError, Unreachable, UserError
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.timing import RoundTiming
 from shoal.swarm.web.metrics import Reading, Readings
 from shoal.swarm.web.server import CONTENT_SECURITY_POLICY, STATIC_FILES, PageServer
 
@@ -58,6 +59,9 @@ class Source:
         readings = Readings(self.run.run.name)
         readings.put("shoal_round", self.rounds)
         return readings
+
+    async def timings(self, first: int) -> Sequence[RoundTiming]:
+        return [timing(number) for number in range(first, self.rounds)]
 
 
 @pytest.fixture
