@@ -1,4 +1,4 @@
-"""Where the time of the last rounds went: what a coordinator remembers and shows of it. It is not in the journal."""
+"""Timings of the last rounds, as a coordinator remembers and shows them. They are not in the journal."""
 
 from __future__ import annotations
 

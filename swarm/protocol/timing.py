@@ -1,4 +1,4 @@
-"""Where the time of a round goes: by phase at each member, and on the whole by whom the others waited for."""
+"""Timing of rounds: phases of each member, and for whom the others waited."""
 
 from __future__ import annotations
 
