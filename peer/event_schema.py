@@ -183,6 +183,13 @@ HOST_EVENTS: Mapping[str, EventKind] = {
         "the host has banned an identity",
         {"peer": "its id", "network": "the network that is banned with it, or empty", "note": "the host's remark"},
     ),
+    "standing_by": EventKind(
+        "another host leads the run; this one follows its journal and takes over when it falls silent",
+        {"leader": "who leads; empty while nobody does"},
+    ),
+    "leading": EventKind(
+        "this host leads the run from now on", {"epoch": "fencing epoch of its lease", "round": "the open round"}
+    ),
     "member_expelled": EventKind(
         "a member is banned, as evidence proves that it signed a wrong mean",
         {

@@ -46,7 +46,9 @@
     └── StorageError            40    a file cannot be written or read: disk full, read-only, or damage
         ├── FolderInUse         40    another process is using the folder
         ├── DamagedRecords      40    records are damaged, incomplete or outdated: only a person can restore them
-        └── RemoteStorageError  41    a remote store refuses, cannot be reached, or has no driver here
+        ├── RemoteStorageError  41    a remote store refuses, cannot be reached, or has no driver here
+        ├── JournalUnavailable  61    the engine of a shared journal does not answer, or takes no writes
+        └── LeaseLost           62    another host leads the run, or may lead it by now
 """
 
 from __future__ import annotations
@@ -329,6 +331,18 @@ class RemoteStorageError(StorageError):
     """A remote store refuses or cannot be reached, or the package that provides access is not installed."""
 
     exit_code = 41
+
+
+class JournalUnavailable(StorageError):
+    """The engine of a shared journal (etcd, Postgres) does not answer, is full or read-only. It passes by itself."""
+
+    exit_code = 61
+
+
+class LeaseLost(StorageError):
+    """This host's lease on a shared journal has ended: another one leads the run, or may lead it by now."""
+
+    exit_code = 62
 
 
 FINAL_ERRORS = (Superseded, Removed, RunEnded)

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 import zmq
 
 from shoal.peer.cli.host_events import describe_event
+from shoal.peer.cli.standby import MOST_COORDINATORS, SharedHosting, SharedPlace
 from shoal.peer.cli.supervisor import Restarts
 from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.directory.card import CardSource
 from shoal.peer.directory.card_writer import CardWriter, card_place
 from shoal.peer.directory.local_fit import shoal_version
 from shoal.peer.directory.places import Place
-from shoal.peer.event_schema import Event
+from shoal.peer.event_schema import Event, make_event
 from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.peer.relay.host_relays import HostRelays
@@ -34,10 +35,12 @@ from shoal.swarm.aio import Changes, in_thread, task_scope
 from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.front import CoordinatorFront
 from shoal.swarm.coordinator.host_commands import replayed
+from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, JournalFiles, LocalJournal, check_run
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.service import CoordinatorService
+from shoal.swarm.coordinator.shared_journal import SharedJournal, SharedRun
 from shoal.swarm.errors import (
     NEEDS_A_PERSON,
     CorpusError,
@@ -45,6 +48,7 @@ from shoal.swarm.errors import (
     DeviceError,
     HostCrashed,
     IdentityError,
+    JournalUnavailable,
     ModelMismatch,
     RecipeError,
     RunFileError,
@@ -57,7 +61,7 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.protocol.addresses import join_host_port, parse_ip, reach_of
 from shoal.swarm.protocol.identity import CurveKeys, Identity, key_text
-from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.invite import Invite, parse_advertised
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.relay_url import RelayUrl
@@ -91,6 +95,7 @@ made from its identity."""
 
 _PORT_FILE = "port.txt"
 _LAST_PORT = 65_535
+_LOOK_FOR_HOSTS_S = 5.0
 _REGISTER_S = 15.0
 """Time for the first registration with a relay of ``--via``."""
 
@@ -121,7 +126,8 @@ class HostOptions:
     card is kept up to date; empty for nowhere.
     ``via``: relays that this host is reached over; ``relay``: run one beside it for members that cannot be dialed,
     unless it is reached over others. ``web``: where to serve the page of the runs, ``metrics``: where to serve their
-    metrics alone; None for nowhere."""
+    metrics alone; None for nowhere. ``journal``: the journal that other
+    hosts share; None for one in ``state``."""
 
     identity: Path | None
     state: Path
@@ -136,6 +142,7 @@ class HostOptions:
     relay: bool = True
     web: tuple[str, int] | None = None
     metrics: tuple[str, int] | None = None
+    journal: SharedPlace | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,8 @@ class Hosting:
 
 @dataclass(frozen=True)
 class HostedRun:
-    """A run that is about to be served. ``pem``: the bytes of its host's identity file."""
+    """A run that is about to be served. ``pem``: the bytes of its host's identity file; ``sharing``: the journal that
+    other hosts share, if there is one."""
 
     text: str
     run: RunFile
@@ -165,6 +173,7 @@ class HostedRun:
     identity: Identity
     pem: bytes
     backup: Backup | None
+    sharing: SharedHosting | None = None
 
     @property
     def name(self) -> str:
@@ -184,6 +193,11 @@ async def host(
     ``on_event``: called with every decision that people want to read, once it is journaled."""
     if options.backup is not None and options.backup.resolve() == options.state.resolve():
         raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
+    if options.journal is not None:
+        if len(run_paths) > 1 or options.backup is not None:
+            raise UserError("--journal is for one run, and needs no --backup: its engine keeps copies")
+        await _host_shared(run_paths[0], options, options.journal, on_start, on_event)
+        return
     if len(run_paths) > 1 and options.publish.endswith(".json"):
         raise UserError(f"--publish {options.publish}: is one file, and each run has a card of its own: name a folder")
     runs = await _prepared_runs(run_paths, options)
@@ -208,6 +222,57 @@ async def host(
             await asyncio.wait(kept)
     if not any(one.result() for one in kept):
         raise HostCrashed("none of the runs could go on, as was said above: their journals are kept")
+
+
+async def _host_shared(
+    run_path: Path,
+    options: HostOptions,
+    place: SharedPlace,
+    on_start: Callable[[Hosting], None],
+    on_event: Callable[[Event], None],
+) -> None:
+    """As ``host``, for a run whose journal other hosts share: stand by, and lead when nobody does.
+
+    Raises ``LeaseLost`` when another one leads after that: it is for a new process to stand by again."""
+    _, run = load_run_file(run_path)
+    state = options.state / run.run.name
+    stop = asyncio.Event()
+    call_on_signals(stop.set)
+    async with AsyncExitStack() as ending:
+        sharing = await ending.enter_async_context(SharedHosting.open(place, run.run.name, state))
+        path = options.identity or state / IDENTITY_FILE
+        await in_thread(sharing.fetch_identity, path)
+        one = await prepared(run_path, options, sharing)
+        sharing.check_identity(one.identity, path)
+        address = options.bind[0], options.bind[1] or earlier_port(state)
+        keys = one.identity.coordinator_keys()
+        front = await ending.enter_async_context(CoordinatorFront.open(keys, address, (one.name,)))
+        pages = ending.enter_context(_pages(options.web)) if options.web is not None else None
+        metrics = ending.enter_context(_metrics(options.metrics)) if options.metrics is not None else None
+        _write(state / _PORT_FILE, f"{front.node.control_port}\n".encode())
+        shown = _advertised(options, front.node.control_port)
+
+        def on_standby(leader: str) -> None:
+            on_event(make_event("standing_by", leader=leader) | {"run": one.name})
+
+        await in_thread(sharing.show_addresses, ",".join(map(str, shown)))
+        shared_run = SharedRun(one.run.hash, one.text, one.identity.public_key)
+        epoch = await sharing.become_leader(shared_run, front, stop, on_standby)
+        if epoch is None:
+            return
+        async with sharing.leading(stop):
+            await in_thread(check_keys, one.identity, sharing.journal, path)
+            await in_thread(sharing.seal_identity, one.pem)
+            leading = make_event("leading", epoch=epoch, round=sharing.journal.rounds)
+            on_event(leading | {"run": one.name})
+            serving = ServingHost(front, pages, options, stop, on_start, on_event, metrics)
+            await serve(serving, one, (sharing.journal, epoch))
+
+
+def _advertised(options: HostOptions, port: int) -> tuple[Address, ...]:
+    """The addresses of this host for its invites, without relays."""
+    named = options.advertise or (() if options.via else ((own_address(options.bind[0]), port),))
+    return tuple(Address(host=host, control_port=own_port or port) for host, own_port in named)
 
 
 @dataclass(frozen=True)
@@ -266,9 +331,13 @@ async def _prepared_runs(run_paths: Sequence[Path], options: HostOptions) -> lis
     return runs
 
 
-async def prepared(run_path: Path, options: HostOptions) -> HostedRun:
+async def prepared(run_path: Path, options: HostOptions, sharing: SharedHosting | None = None) -> HostedRun:
     """Read a run file, and complete it. Raises ``RunFileError`` and what is wrong with the run on this machine."""
     text, run = load_run_file(run_path)
+    hosted = sharing.run_file(run) if sharing is not None else None
+    if hosted is not None:
+        identity, pem = host_identity(options.identity, options.state / run.run.name)
+        return HostedRun(*hosted, options.state / run.run.name, identity, pem, None, sharing)
     if unused := unused_inner_settings(run, own_loop=run.recipe.name == "own"):
         log.warning("%s: %s has no effect in this run", run_path, ", ".join(unused))
     state = options.state / run.run.name
@@ -277,7 +346,7 @@ async def prepared(run_path: Path, options: HostOptions) -> HostedRun:
     text, run = await pinned_run_file(text, run, state, pin=options.pin, places=options.data)
     identity, pem = host_identity(options.identity, state)
     backup = Backup(options.backup / run.run.name) if options.backup else None
-    return HostedRun(text, run, state, identity, pem, backup)
+    return HostedRun(text, run, state, identity, pem, backup, sharing)
 
 
 @asynccontextmanager
@@ -340,7 +409,7 @@ async def _keep_serving(shared: ServingHost, one: HostedRun) -> bool:
     return True
 
 
-async def serve(shared: ServingHost, one: HostedRun, leased: tuple[LocalJournal, int]) -> None:
+async def serve(shared: ServingHost, one: HostedRun, leased: tuple[Journal, int]) -> None:
     """Serve a run until ``stop``. Raises what it cannot go on from."""
 
     def report(decided: JournalEvent) -> None:
@@ -352,8 +421,8 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[LocalJournal,
     text, run, state, identity, backup = one.text, one.run, one.state, one.identity, one.backup
     async with AsyncExitStack() as ending, shared.front.serving(text, run, identity, *leased) as service:
         port = service.node.control_port
-        advertised = options.advertise or (() if options.via else ((own_address(options.bind[0]), port),))
-        addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
+        addresses = _advertised(options, port)
+        own_host = addresses[0].host if addresses else ""
         relays = HostRelays(identity, run.hash, service.node)
         service.relays.host = relays
         ending.push_async_callback(relays.close)
@@ -363,11 +432,17 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[LocalJournal,
         elif options.relay:
             place = options.bind[0], port + 1 if port < _LAST_PORT else 0
             beside = RelayProcess(state / RELAY_IDENTITY_FILE, place, identity.public_key)
-            relays.run_beside(beside, advertised[0][0])
+            relays.run_beside(beside, own_host)
 
         async def make_invite() -> Invite:
             token = await service.printed_token()
-            return Invite(addresses, run.run.name, service.node.control.keys.public, run.hash, token)
+            return Invite(
+                await _with_others(addresses, one.sharing),
+                run.run.name,
+                service.node.control.keys.public,
+                run.hash,
+                token,
+            )
 
         def keep(name: str, data: bytes, mode: int = 0o644) -> None:
             _write(state / name, data, mode)
@@ -401,11 +476,14 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[LocalJournal,
         invite = await make_invite()
         announce(invite)
         async with task_scope() as tasks:
-            following = tasks.create_task(_follow_admission(service, make_invite, announce))
+            following = [tasks.create_task(_follow_admission(service, make_invite, announce))]
+            if one.sharing is not None:
+                following.append(tasks.create_task(_follow_hosts(invite, make_invite, announce)))
             try:
                 await (service.wait(shared.stop) if at is None else _publishing(service, invite, at, shared.stop))
             finally:
-                following.cancel()
+                for task in following:
+                    task.cancel()
 
 
 async def _follow_admission(
@@ -420,6 +498,30 @@ async def _follow_admission(
         admission = service.scope.run.access.admission
         with suppress(DeadlineExceeded):  # the journal has failed, which ``service.wait`` raises
             announce(await make_invite())
+
+
+async def _with_others(own: tuple[Address, ...], sharing: SharedHosting | None) -> tuple[Address, ...]:
+    """Add the addresses of the hosts that stand by to those of the one that leads."""
+    if sharing is None:
+        return own
+    found = await in_thread(sharing.others)
+    named = [Address(host=host, control_port=port) for text in found if text for host, port in parse_advertised(text)]
+    relays = tuple(one for one in own if one.is_relayed)
+    plain = dict.fromkeys([*(one for one in own if not one.is_relayed), *named])
+    return (*list(plain)[:MOST_COORDINATORS], *relays)
+
+
+async def _follow_hosts(
+    announced: Invite, make_invite: Callable[[], Awaitable[Invite]], announce: Callable[[Invite], None]
+) -> None:
+    """Announce another invite whenever hosts have come that the one before does not name."""
+    while True:
+        await asyncio.sleep(_LOOK_FOR_HOSTS_S)
+        with suppress(DeadlineExceeded, JournalUnavailable):
+            found = await make_invite()
+            if set(found.addresses) - set(announced.addresses):
+                announced = found
+                announce(found)
 
 
 async def _publishing(service: CoordinatorService, invite: Invite, place: Place, stop: asyncio.Event) -> None:
@@ -652,7 +754,7 @@ def port_keys(runs: Sequence[HostedRun]) -> CurveKeys:
     return runs[0].identity.coordinator_keys() if len(runs) == 1 else CurveKeys.fresh()
 
 
-def check_keys(identity: Identity, journal: LocalJournal, path: Path) -> None:
+def check_keys(identity: Identity, journal: LocalJournal | SharedJournal, path: Path) -> None:
     """Check that these keys signed the journal's newest verdict. Raises ``IdentityError`` if others did."""
     for event in journal.verdicts(max(0, journal.rounds - 1), 1):
         try:

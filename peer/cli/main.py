@@ -178,6 +178,21 @@ def host_command(
     ] = False,
     web: WebOption = None,
     metrics: MetricsOption = None,
+    journal: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SHOAL_JOURNAL",
+            metavar="URL",
+            help="Journal that several hosts share: etcd://A,B,C/PREFIX or postgres://USER@HOST/DB.",
+        ),
+    ] = None,
+    standby_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Public key (`shoal identity`) of a machine that may lead, too; repeatable."),
+    ] = None,
+    lease: Annotated[
+        float, typer.Option(min=1.0, max=120.0, help="Seconds after which another host takes over from a silent one.")
+    ] = 5.0,
     log_json: LogJson = None,
     track: TrackOption = None,
     verbose: Verbose = False,
@@ -190,6 +205,7 @@ def host_command(
     Several runs share the port, and nothing else: one that fails begins again, while the others go on."""
     from shoal.peer.cli.host import HostOptions, host, say_pins, say_reach, warn_descriptors
     from shoal.peer.cli.host_screen import HostScreen
+    from shoal.peer.cli.standby import SharedPlace
     from shoal.peer.integrations.trackers import RunTrackers, TrackedRun, TrackerChoice
     from shoal.peer.terminal.reporter import Reporter, setup_logging
     from shoal.swarm.protocol.addresses import split_host_port
@@ -214,7 +230,11 @@ def host_command(
         relay=not no_relay,
         web=None if web is None else split_host_port(web, DEFAULT_WEB_PORT),
         metrics=None if metrics is None else split_host_port(metrics, DEFAULT_METRICS_PORT),
+        journal=SharedPlace(journal, tuple(standby_key or ()), SHOAL_HOME / "identity", lease) if journal else None,
     )
+    if standby_key and not journal:
+        raise UserError("--standby-key: gives a run's keys to hosts that share its journal: name that with --journal")
+
     screen = HostScreen(console, backup, several=len(runs) > 1)
     choices = [TrackerChoice.parse(text) for text in track or ()]
     with Reporter(console, log_json) as reporter, RunTrackers(choices) as trackers:

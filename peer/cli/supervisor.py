@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 from shoal.peer.lifeline import end_with_parent
-from shoal.swarm.errors import HostCrashed
+from shoal.swarm.errors import HostCrashed, JournalUnavailable, LeaseLost
 
 _MOST_RESTARTS, _WITHIN_S = 10, 600.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_STANDBY_PAUSE_S = 1.0
 
 _ASKED = (signal.SIGINT, signal.SIGTERM)
 """Signals by which people and service managers end a host."""
@@ -56,6 +57,7 @@ class Supervisor:
         self._restarts = restarts
         self._child: subprocess.Popen[bytes] | None = None
         self._is_asked = False
+        self._was_restarted = False
         # Only the supervisor holds the writing end: when it is gone, however it ended, the child reads the pipe's end.
         self._lifeline, self._held = os.pipe()
 
@@ -67,13 +69,26 @@ class Supervisor:
         try:
             while True:
                 code = self._run_child()
+                if self._goes_on_as_standby(code):
+                    time.sleep(_STANDBY_PAUSE_S)
+                    continue
                 if code >= 0:
                     return code
+                self._was_restarted = True
                 if self._is_asked or -code in _ASKED:
                     _end_by(-code)
                 self._wait_before_restart(signal.Signals(-code).name)
         except _Asked as asked:
             return asked.exit_code
+
+    def _goes_on_as_standby(self, code: int) -> bool:
+        """Whether a host has lost its lease on a shared journal, or after that has not reached it yet: it stands by."""
+        is_away = code == JournalUnavailable.exit_code and self._was_restarted
+        if self._is_asked or not (code == LeaseLost.exit_code or is_away):
+            return False
+        self._was_restarted = True
+        print("The host does not lead any more; it is started again, to stand by", file=sys.stderr, flush=True)
+        return True
 
     def _run_child(self) -> int:
         command = [sys.executable, "-m", "shoal.peer.cli.supervisor", str(self._lifeline), *self._arguments]

@@ -314,6 +314,9 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
         head.add_row("", Text(printable(f"the run {last}: {status.stopping}"), style="bold yellow"))
     if status.outlook:
         head.add_row("", Text(printable(status.outlook), style="bold yellow"))
+    if status.journal:
+        waiting = f"verdicts wait for the journal, members train on: {status.journal}"
+        head.add_row("", Text(printable(waiting), style="bold red"))
     for row in _coverage_rows(status.coverage):
         head.add_row(*row)
     for number, one in enumerate(status.amendments):

@@ -25,7 +25,7 @@ class CoordinatorFront:
 
     def __init__(self, node: Node, runs: tuple[str, ...]) -> None:
         self.node = node
-        self._runs = list(runs)
+        self._runs = dict.fromkeys(runs, "its host looks after it")
         self._services: dict[str, CoordinatorService] = {}
         node.control.guard.is_member = self._is_member
         node.control.without_handlers = self._why_not
@@ -59,13 +59,13 @@ class CoordinatorFront:
         finally:
             del self._services[service.name]
 
-    def expect(self, run: str) -> None:
-        """Have members of a run wait for it while it is not running."""
-        self._runs.append(run)
+    def expect(self, run: str, why: str = "its host looks after it") -> None:
+        """Have members of a run wait for it while it is not running here. ``why``: what they are told."""
+        self._runs[run] = why
 
     def forget(self, run: str) -> None:
         """Say of a run from now on that it is not served here."""
-        self._runs.remove(run)
+        del self._runs[run]
 
     def _is_member(self, key: bytes) -> bool:
         return any(service.knows_key(key) for service in self._services.values())
@@ -75,6 +75,6 @@ class CoordinatorFront:
         if run in self._services:
             return None
         if run in self._runs:
-            return DeadlineExceeded(f"the run {run!r} is not running at the moment: its host looks after it")
+            return DeadlineExceeded(f"the run {run!r} is not running at the moment: {self._runs[run]}")
         names = f"run{'s' * (len(self._runs) > 1)} {', '.join(map(repr, self._runs))}"
         return UnknownRun(f"this coordinator hosts the {names}, not {run!r}: check the invite")

@@ -12,10 +12,6 @@ from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.types import MAX_VERDICTS
 from shoal.swarm.protocol.verdict_chain import pack_verdict
 
-EPOCH_STEP = 2**30
-"""Smallest distance between the epochs of two leases. A coordinator numbers its rosters from its epoch on, so this many
-rosters have a version before those of the next coordinator begin."""
-
 
 class VerdictSource(Protocol):
     """Verdicts of a run, read by round."""
@@ -37,8 +33,9 @@ class Journal(VerdictSource, Protocol):
     def lease(self) -> int:
         """Make this process the only writer, until ``close`` or its end, and return its fencing epoch.
 
-        Every epoch is larger than that of any earlier lease, by ``EPOCH_STEP`` or more. Raises ``StorageError`` while
-        another process has the lease, and ``RunFileError`` for the journal of another run file."""
+        Every epoch is larger than that of any earlier lease, by ``EPOCH_STEP`` or more (``stores/fenced_store.py``).
+        Raises ``StorageError`` while another process has the lease, and ``RunFileError`` for the journal of another run
+        file."""
 
     @property
     def next_index(self) -> int:
@@ -75,6 +72,13 @@ class Journal(VerdictSource, Protocol):
     @property
     def backup_behind_s(self) -> float | None:
         """Seconds for which the backup lacks something of the journal, 0 while it is complete; None without one."""
+
+    def check_lease(self) -> None:
+        """Raise ``LeaseLost`` unless this process surely has the lease still: only then it may say anything."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the storage takes no writes at the moment, though it may again; empty while it does. ``append`` waits."""
 
     def close(self) -> None:
         """Give up the lease."""

@@ -26,8 +26,8 @@ from shoal.swarm.coordinator.events import (
     unpack_event,
     verdicts_in,
 )
-from shoal.swarm.coordinator.journal import EPOCH_STEP
 from shoal.swarm.coordinator.record_log import NO_CHECK, RESTORE, RecordFile, free_name, pack_file
+from shoal.swarm.coordinator.stores.fenced_store import EPOCH_STEP
 from shoal.swarm.errors import DamagedRecords, RunFileError, StorageError
 from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.system import flags
@@ -413,6 +413,11 @@ class LocalJournal:
     @property
     def backup_behind_s(self) -> float | None:
         return self._backup.behind_s(time.monotonic()) if self._backup is not None else None
+
+    trouble = ""
+
+    def check_lease(self) -> None:
+        """Nothing to check: the system keeps the folder's lock for as long as this process lives."""
 
     def close(self) -> None:
         """Give up the lease; close the backup, too."""

@@ -77,7 +77,7 @@ from shoal.swarm.protocol.paths import PASS_S, make_pass, sign_relay
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.statements import check_ready, check_report
-from shoal.swarm.protocol.types import Address, Message, Role, RosterEntry, TensorSpec
+from shoal.swarm.protocol.types import MAX_TROUBLE, Address, Message, Role, RosterEntry, TensorSpec
 from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.token_buckets import TokenBuckets
 from shoal.swarm.transport.channel import Channel
@@ -115,6 +115,7 @@ class ScopeHandlers:
         self._whole_roster_from_s: dict[str, float] = {}
         """By member, the moment from which it may get a whole roster again, whatever version it claims to have."""
         self._told_from_s: dict[str, float] = {}
+        self._told_status: CoordinatorToPeerStatus | None = None
         for kind, handler in self._requests().items():
             service.node.control.handle(kind, service.guarded(handler), scope.number, service.name)
 
@@ -329,9 +330,17 @@ class ScopeHandlers:
             self.service.run.tick(time.monotonic())
 
     async def _status(self, channel: Channel, message: Message) -> Message:
+        """Answer with the status; with the last one that was asked for while the journal takes nothing."""
+        if self.service.is_held_up():
+            self.scope.admission.require_member(channel.remote_key)
+            trouble = self.service.journal.trouble
+            if self._told_status is None:
+                raise DeadlineExceeded(f"the coordinator waits for its journal: {trouble}")
+            return self._told_status.model_copy(update={"journal": trouble[:MAX_TROUBLE]})
         async with self.service.lock:
             self.scope.admission.require_member(channel.remote_key)
-            return self.status(time.monotonic())
+            self._told_status = self.status(time.monotonic())
+            return self._told_status
 
     def status(self, now_s: float) -> CoordinatorToPeerStatus:
         """The scope's status, with the relays that run."""
@@ -618,6 +627,9 @@ class PathRequests:
 # The program ------------------------------------------------------------------------------------------------
 
 _TICK_S = 0.1
+_ANSWERED_ALWAYS = (PeerToCoordinatorGetRun, PeerToCoordinatorGetStatus, PeerToCoordinatorGetVerdicts)
+"""Requests whose answers are in the journal already, or say that it takes nothing."""
+
 _STOPS = "the coordinator cannot go on from its journal, and stops"
 
 
@@ -708,6 +720,8 @@ class CoordinatorService:
         """Return a handler whose own failure ends this run's service, and no other's."""
 
         async def answer(channel: Channel, message: Message) -> Message:
+            if self.is_held_up() and not isinstance(message, _ANSWERED_ALWAYS):
+                raise DeadlineExceeded(f"the coordinator waits for its journal: {self.journal.trouble}")
             try:
                 return await handler(channel, message)
             except (ShoalError, OSError, ValueError):
@@ -718,6 +732,10 @@ class CoordinatorService:
                 raise DeadlineExceeded(_STOPS) from error
 
         return answer
+
+    def is_held_up(self) -> bool:
+        """Whether a write waits for the journal's engine, which takes none at the moment."""
+        return bool(self.journal.trouble) and self.lock.locked()
 
     def _break(self, error: Exception) -> None:
         """Have ``wait`` raise this error, unless there was one before."""
@@ -752,8 +770,7 @@ class CoordinatorService:
         """Journal first, then tell. A coordinator that cannot journal must not go on.
 
         Members hear ``DeadlineExceeded`` then, as if it were gone already: they go on without it until it is back."""
-        if self._broken.done():  # events were lost with it: what the machine says now may not be in the journal
-            raise DeadlineExceeded(_STOPS)
+        self.check_lease()
         events = self.run.log.take()
         events += self._trail.records(events, self.scope.admission.refusals, self.run.log.unix_s)
         if events:
@@ -769,6 +786,7 @@ class CoordinatorService:
                 self.journal_writes + 1,
                 self.journal_write_s + time.monotonic() - began_s,
             )
+            self.check_lease()  # the write may have taken long: another host may lead by now, and have read it
             for event in events:
                 for observer in self._observers:
                     observer(event)
@@ -782,6 +800,24 @@ class CoordinatorService:
                 one.forget_departed()
         if verdicts_in(events) and self.journal.wants_snapshot and (snapshot := self.scope.snapshot()) is not None:
             await in_thread(self.journal.compact, snapshot)  # nobody waits for us when a round has just begun
+
+    async def _settle(self) -> None:
+        """See to it that all decisions are in the journal, and that this coordinator may tell them. Raises as
+        ``flush``."""
+        if self.run.log.is_written:
+            self.check_lease()
+        else:
+            await self.flush()
+
+    def check_lease(self) -> None:
+        """Raise ``DeadlineExceeded`` unless this coordinator may still say something."""
+        if self._broken.done():  # events were lost with it: what the machine says now may not be in the journal
+            raise DeadlineExceeded(_STOPS)
+        try:
+            self.journal.check_lease()
+        except StorageError as error:
+            self._break(error)
+            raise DeadlineExceeded(_STOPS) from error
 
     def is_outdated(self, shown: Verdict) -> None:
         """A member has a verdict of ours that the journal lacks: nothing may be decided from it any more."""
@@ -856,8 +892,13 @@ class CoordinatorService:
             for one in list(self.handlers):
                 for peer, member in list(one.scope.membership.live.items()):
                     channel = self.node.control.incoming(member.entry.certificate.curve_key)
-                    if channel is not None and one.is_due(peer, member):
-                        await self.notify(channel, one.view(peer), one.scope.number)
+                    if channel is None or not one.is_due(peer, member):
+                        continue
+                    with suppress(DeadlineExceeded):
+                        async with self.lock:  # what others decide meanwhile may not be in the journal yet
+                            await self._settle()
+                            view = one.view(peer)
+                        await self.notify(channel, view, one.scope.number)
             pause_until_s = 2 * loop.time() - start_s
 
     def _moments(self) -> list[tuple[int, str, int]]:

@@ -517,7 +517,8 @@ class CoordinatorToPeerStatus(Message):
     pipeline, once they are planned. ``amendments``: those in effect, and those to come. ``relays``: those that run
     now. ``timing``: where the time of the last round went, and for whom the others waited in it. ``utilisation``:
     share of the members' time spent in compute over the last rounds, by their own words; ``goodput``: of the tokens
-    trained since the coordinator's start, the share in committed rounds; None while nothing is known."""
+    trained since the coordinator's start, the share in committed rounds; None while nothing is known.
+    ``journal``: why the coordinator's journal takes no writes at the moment, otherwise empty."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -538,6 +539,7 @@ class CoordinatorToPeerStatus(Message):
     warning: Text = ""
     evaluation: EvaluationStatus = EvaluationStatus()
     stopping: Text = ""
+    journal: Trouble = ""
     relays: Annotated[tuple[RelayStatus, ...], Field(max_length=MAX_RUN_RELAYS)] = ()
     coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
     members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]

@@ -85,6 +85,7 @@ def public_status(status: CoordinatorToPeerStatus) -> dict[str, Any]:
     if plain["timing"] is not None and plain["timing"]["path"] is not None:
         plain["timing"]["path"]["text"] = without_addresses(plain["timing"]["path"]["text"])
     plain["warning"] = without_addresses(plain["warning"])
+    plain["journal"] = without_addresses(plain["journal"])
     plain["waits_for"] = without_addresses(waits_for(status))
     return plain
 
@@ -94,6 +95,8 @@ def waits_for(status: CoordinatorToPeerStatus) -> str:
     here = [member for member in status.members if member.alive]
     if status.phase == "ended":
         return "The run has ended."
+    if status.journal:
+        return f"Verdicts wait for the coordinator's journal, members train on: {status.journal}"
     if status.outlook:
         return status.outlook
     for number, stage in enumerate(status.stages):

@@ -12,10 +12,11 @@ from tests.fakes.virtual_clock import now_s
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.coordinator.events import JournalEvent, VerdictGiven
-from shoal.swarm.coordinator.journal import EPOCH_STEP, read_page
+from shoal.swarm.coordinator.journal import read_page
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours
+from shoal.swarm.coordinator.stores.fenced_store import EPOCH_STEP
 from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable, WireError
 from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.protocol.invite import Invite

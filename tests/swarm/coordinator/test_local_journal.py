@@ -27,10 +27,10 @@ from shoal.swarm.coordinator.events import (
     pack_event,
     unpack_event,
 )
-from shoal.swarm.coordinator.journal import EPOCH_STEP
 from shoal.swarm.coordinator.local_journal import EVENTS as EVENTS_KIND
 from shoal.swarm.coordinator.local_journal import JOURNAL, VERDICTS, JournalFiles, LocalJournal
 from shoal.swarm.coordinator.record_log import pack_file
+from shoal.swarm.coordinator.stores.fenced_store import EPOCH_STEP
 from shoal.swarm.errors import RunFileError, StorageError
 from shoal.swarm.protocol.types import SampleRange
 
