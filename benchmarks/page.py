@@ -104,7 +104,7 @@ def frames(members: int, show_all: bool) -> Row:
     from playwright.sync_api import sync_playwright
 
     with loop_in_thread() as network, sync_playwright() as playwright:
-        server = PageServer(("127.0.0.1", 0))
+        server = PageServer(("127.0.0.1", 0), 64)
         with server.showing(LargeRun(members), network):
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             page = browser.new_page()

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,15 @@ from shoal.peer.cli.standby import MOST_COORDINATORS, SharedHosting, SharedPlace
 from shoal.peer.cli.supervisor import Restarts
 from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.directory.card import CardSource
-from shoal.peer.directory.card_writer import CardWriter, card_place
+from shoal.peer.directory.card_writer import (
+    PAGE_PAUSE_S,
+    RENEW_S,
+    PlaceWriter,
+    card_place,
+    page_place,
+    write_card,
+    write_files,
+)
 from shoal.peer.directory.local_fit import shoal_version
 from shoal.peer.directory.places import Place
 from shoal.peer.event_schema import Event, make_event
@@ -69,8 +77,9 @@ from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RecipeSection, RunFile, load_run_file, unused_inner_settings
 from shoal.swarm.protocol.types import MAX_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
-from shoal.swarm.system import allow_files, call_on_signals
+from shoal.swarm.system import call_on_signals
 from shoal.swarm.transport.tcp.sockets import own_end
+from shoal.swarm.web.files import PageCopy
 from shoal.swarm.web.source import HostedPage
 
 if TYPE_CHECKING:
@@ -98,6 +107,11 @@ _LAST_PORT = 65_535
 _LOOK_FOR_HOSTS_S = 5.0
 _REGISTER_S = 15.0
 """Time for the first registration with a relay of ``--via``."""
+
+_MOST_COPIED_ROUNDS = 20_000
+"""Newest rounds in a published copy of the page, which has some megabytes then."""
+
+_ROUNDS_A_READ = 256
 
 HOST_DESCRIPTORS = 2 * MAX_MEMBERS + 128
 """Open files and sockets of a host of a full run: one for each member and observer, and some of its own."""
@@ -211,8 +225,8 @@ async def host(
     async with AsyncExitStack() as ending:
         journal = await ending.enter_async_context(leased(runs[0], options, keys)) if len(run_paths) == 1 else None
         front = await ending.enter_async_context(CoordinatorFront.open(keys, address, names))
-        pages = ending.enter_context(_pages(options.web)) if options.web is not None else None
-        metrics = ending.enter_context(_metrics(options.metrics)) if options.metrics is not None else None
+        pages = ending.enter_context(page_server(options.web)) if options.web is not None else None
+        metrics = ending.enter_context(metrics_server(options.metrics)) if options.metrics is not None else None
         shared = ServingHost(front, pages, options, stop, on_start, on_event, metrics)
         if journal is not None:
             await serve(shared, runs[0], journal)
@@ -290,12 +304,11 @@ class ServingHost:
 
 
 @contextmanager
-def _pages(web: tuple[str, int]) -> Iterator[PageServer]:
-    """Serve the page. Raises ``UserError`` and ``Unreachable``."""
-    from shoal.swarm.web.server import MOST_CONNECTIONS, PageServer
+def page_server(web: tuple[str, int]) -> Iterator[PageServer]:
+    """Serve pages of a host's or a peer's runs. Raises ``UserError`` and ``Unreachable``."""
+    from shoal.swarm.web.server import PageServer, connections_beside
 
-    spare = allow_files(HOST_DESCRIPTORS + MOST_CONNECTIONS) - HOST_DESCRIPTORS
-    server = PageServer(web, spare)
+    server = PageServer(web, connections_beside(HOST_DESCRIPTORS))
     try:
         yield server
     finally:
@@ -303,7 +316,7 @@ def _pages(web: tuple[str, int]) -> Iterator[PageServer]:
 
 
 @contextmanager
-def _metrics(place: tuple[str, int]) -> Iterator[PageServer]:
+def metrics_server(place: tuple[str, int]) -> Iterator[PageServer]:
     """Serve metrics without a page. Raises ``UserError`` and ``Unreachable``."""
     from shoal.swarm.web.server import METRICS_CONNECTIONS, PageServer
 
@@ -525,7 +538,7 @@ async def _follow_hosts(
 
 
 async def _publishing(service: CoordinatorService, invite: Invite, place: Place, stop: asyncio.Event) -> None:
-    """As ``service.wait``, with the run's card kept up to date at a place."""
+    """As ``service.wait``, with the run's card kept up to date at a place, and a copy of its page beside it."""
     run, identity = service.scope.run, service.identity
     if run.access.admission == "open" and all(reach_of(one.host) != "public" for one in invite.addresses):
         log.warning("the card's invite names no public address, so others may not reach this host: see --advertise")
@@ -533,22 +546,43 @@ async def _publishing(service: CoordinatorService, invite: Invite, place: Place,
         log.warning("the card says nobody whom to ask for an invite: name one in the run file, [card] contact")
     source = CardSource(invite, identity, service.node.control.keys, shoal_version(), platform.python_version())
 
-    async def make(stopped: bool) -> bytes:
+    async def make_card(stopped: bool) -> bytes:
         async with service.lock:  # what is not in the journal yet, nobody is told
             scope = service.scope
             elements = scope.elements if isinstance(scope, RoundScope) and scope.model is not None else None
             run, status = scope.run, scope.status(time.monotonic())
         return source.card(run, status, elements, time.time(), stopped=stopped).file_bytes
 
-    writer = CardWriter(place, make)
-    service.observe(lambda _: writer.changed())
+    page, copy, known = HostedPage(service, {}), PageCopy(_MOST_COPIED_ROUNDS), dict[str, bytes]()
+
+    async def make_page(stopped: bool) -> Mapping[str, bytes]:
+        status = await page.status()
+        first = max(copy.next_round, status.round - _MOST_COPIED_ROUNDS)
+        while verdicts := await page.verdicts(first, _ROUNDS_A_READ):
+            copy.take(verdicts)
+            first = copy.next_round
+        renewed_s = None if stopped or status.phase == "ended" else RENEW_S
+        return await in_thread(copy.files, page.run_file(), status, time.time(), renewed_s)
+
+    def write_page(place: Place, files: Mapping[str, bytes]) -> None:
+        write_files(place, files, known)
+
+    cards = PlaceWriter(place, make_card, write_card)
+    pages = PlaceWriter(page_place(place), make_page, write_page, "the copy of the run's page", PAGE_PAUSE_S)
+
+    def note_change(_: JournalEvent) -> None:
+        cards.changed()
+        pages.changed()
+
+    service.observe(note_change)
     async with task_scope() as tasks:
-        keeping = tasks.create_task(writer.keep())
+        keeping = tasks.create_task(cards.keep()), tasks.create_task(pages.keep())
         try:
             await service.wait(stop)
         finally:
-            keeping.cancel()
-    await writer.close()
+            for task in keeping:
+                task.cancel()
+    await asyncio.gather(cards.close(), pages.close())
 
 
 # A host's folder ------------------------------------------------------------------------------------------------

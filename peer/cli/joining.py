@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.peer.guest.terms import TermsText
     from shoal.peer.member.connection import RunConnection
     from shoal.peer.terminal.snapshot import Watched
+    from shoal.swarm.web.server import PageServer
 
 log = logging.getLogger(__name__)
 
@@ -208,20 +209,20 @@ class Joiner:
 
 def _serve(reports: Reports, connection: RunConnection, peer: Watched, ending: ExitStack) -> None:
     """Serve a page for browsers, and metrics, as far as they are wanted, until ``ending``."""
+    from shoal.peer.cli.host import metrics_server, page_server
     from shoal.peer.member.page_source import JoinedPage, network_loop
-    from shoal.swarm.web.server import METRICS_CONNECTIONS, PageServer
 
     source, loop = JoinedPage(connection, peer), network_loop(connection)
 
-    def show(server: PageServer, what: str) -> None:
-        ending.callback(server.close)
-        ending.enter_context(server.showing(source, loop))
-        reports.console.print(f"{what:8}{server.url}", highlight=False, soft_wrap=True)
+    def show(server: AbstractContextManager[PageServer], what: str) -> None:
+        pages = ending.enter_context(server)
+        ending.enter_context(pages.showing(source, loop))
+        reports.console.print(f"{what:8}{pages.url}", highlight=False, soft_wrap=True)
 
     if reports.web is not None:
-        show(PageServer(reports.web), "Page")
+        show(page_server(reports.web), "Page")
     if reports.metrics is not None:
-        show(PageServer(reports.metrics, METRICS_CONNECTIONS, only_metrics=True), "Metrics")
+        show(metrics_server(reports.metrics), "Metrics")
 
 
 def begin_anew(resume_at: int, resume_as: str) -> NoReturn:

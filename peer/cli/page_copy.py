@@ -7,12 +7,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from shoal.peer.cli.host import RUN_FILE, hosted_status, hosted_verdicts, is_host_folder
-from shoal.peer.directory.card_writer import write_card
+from shoal.peer.directory.card_writer import write_files
 from shoal.peer.directory.places import Place
-from shoal.swarm.client.observer import observe, observe_stages
+from shoal.swarm.client.observer import observe
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.protocol.invite import Invite, invite_text
 from shoal.swarm.protocol.messages import (
@@ -24,14 +23,7 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile, load_run_file
 from shoal.swarm.system import run_loop
-from shoal.swarm.web.documents import RoundHistory, facts, public_status, round_detail
-from shoal.swarm.web.feed import encode
-from shoal.swarm.web.server import STATIC_FILES, static_file
-
-_MOST_DETAILS = 2_000
-"""Newest rounds of which the copy says who took part."""
-
-_SCRIPT = b'<script src="page.js" defer></script>'
+from shoal.swarm.web.files import PageCopy
 
 
 def copy_page(source: str, out: str) -> str:
@@ -41,25 +33,10 @@ def copy_page(source: str, out: str) -> str:
         raise UserError(f"--out {out}: nothing can be written over http: name a folder of the web server")
     text = invite_text(source)
     run, status, verdicts = run_loop(_ask(Invite.parse(text))) if text.startswith("shoal://") else _read(Path(text))
-    data = encode(_content(run, status, verdicts))
-    index = static_file("index.html").replace(_SCRIPT, b'<script src="data.js" defer></script>\n' + _SCRIPT)
-    made = {name: static_file(name) for name in STATIC_FILES if name != "index.html"}
-    # The page itself comes last: whoever finds it finds the rest.
-    for name, content in (made | {"data.js": b"window.shoalCopy = %s;\n" % data, "index.html": index}).items():
-        write_card(Place(f"{out.rstrip('/')}/{name}"), content)
+    copy = PageCopy()
+    copy.take(verdicts)
+    write_files(Place(out), copy.files(run, status, time.time()))
     return f"{out.rstrip('/')}/index.html"
-
-
-def _content(run: RunFile, status: CoordinatorToPeerStatus, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    history = RoundHistory()
-    history.take(verdicts)
-    return {
-        "facts": facts(run) | {"own_peer": ""},
-        "status": public_status(status) | {"next_round": history.next_round, "waits_for": ""},
-        "rounds": history.since(0, len(verdicts)),
-        "details": {verdict.round: round_detail(verdict) for verdict in verdicts[-_MOST_DETAILS:]},
-        "made_s": time.time(),
-    }
 
 
 def _read(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verdict]]:
@@ -82,12 +59,12 @@ def _read(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verd
 async def _ask(invite: Invite) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verdict]]:
     async with observe(invite) as client:
         pipeline = client.view.pipeline
-        async with observe_stages(client, len(pipeline.boundaries) - 1 if pipeline else 0) as stages:
-            verdicts: list[Verdict] = []
-            while True:
-                ask = PeerToCoordinatorGetVerdicts(first=len(verdicts))
-                page = await [client, *stages][-1].ask(ask, CoordinatorToPeerVerdicts)
-                verdicts += page.verdicts
-                if not page.more or not page.verdicts:
-                    break
-            return client.run_now, await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus), verdicts
+        stage = len(pipeline.boundaries) - 2 if pipeline else None  # the last one's rounds have the loss
+        verdicts: list[Verdict] = []
+        while True:
+            ask = PeerToCoordinatorGetVerdicts(first=len(verdicts), stage=stage)
+            page = await client.ask(ask, CoordinatorToPeerVerdicts)
+            verdicts += page.verdicts
+            if not page.more or not page.verdicts:
+                break
+        return client.run_now, await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus), verdicts

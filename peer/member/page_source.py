@@ -31,8 +31,8 @@ from shoal.swarm.web.metrics import Reading
 
 
 class JoinedPage:
-    """The page of a run that this process takes part in. In a pipeline its rounds are those of the first stage, which
-    have no loss."""
+    """The page of a run that this process takes part in. In a pipeline its rounds are those of the last stage, which
+    have the loss."""
 
     def __init__(self, connection: RunConnection, peer: Watched) -> None:
         self._connection, self._watched = connection, peer
@@ -47,7 +47,10 @@ class JoinedPage:
         return await self._client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
 
     async def verdicts(self, first: int, limit: int) -> Sequence[Verdict]:
-        page = await self._client.ask(PeerToCoordinatorGetVerdicts(first=first), CoordinatorToPeerVerdicts)
+        pipeline = self._client.view.pipeline
+        stage = len(pipeline.boundaries) - 2 if pipeline is not None else None
+        ask = PeerToCoordinatorGetVerdicts(first=first, stage=stage)
+        page = await self._client.ask(ask, CoordinatorToPeerVerdicts)
         return page.verdicts[:limit]
 
     async def timings(self, first: int) -> Sequence[RoundTiming]:

@@ -358,7 +358,8 @@ class ScopeHandlers:
         assert isinstance(message, PeerToCoordinatorGetVerdicts)
         peer = self.scope.admission.require_member(channel.remote_key)
         is_guest = self.scope.membership.is_observer(peer)
-        return await self.service.history.page(peer, message.first, self.scope.number or None, is_guest=is_guest)
+        scope = self.scope.number or None if message.stage is None else message.stage + 1
+        return await self.service.history.page(peer, message.first, scope, is_guest=is_guest)
 
     # Paths --------------------------------------------------------------------------------------------------
 

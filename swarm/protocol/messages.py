@@ -374,9 +374,11 @@ class PeerToCoordinatorGetTimings(Message):
 
 
 class PeerToCoordinatorGetVerdicts(Message):
-    """Ask for the verdicts from round ``first`` on."""
+    """Ask for the verdicts from round ``first`` on. ``stage``: of that stage of a pipeline, whoever holds it; without
+    it those of the scope that is asked."""
 
     first: Count
+    stage: Stage | None = None
 
 
 # Coordinator to peer ------------------------------------------------------------------------------------

@@ -70,6 +70,21 @@ def facts(run: RunFile) -> dict[str, Any]:
     }
 
 
+def run_card(run: RunFile, status: dict[str, Any]) -> dict[str, Any]:
+    """A run among others, in short. ``status``: its public status, empty while that is not known."""
+    shown = ("phase", "round", "rounds_committed", "tokens_committed", "loss", "elapsed_s", "waits_for", "warning")
+    here = [member for member in status.get("members", ()) if member["alive"]]
+    return {
+        **{
+            name: value for name, value in facts(run).items() if name in ("name", "hash", "goals", "recipe", "elements")
+        },
+        **{name: getattr(run.card, name) for name in ("title", "purpose", "licence")},
+        **{name: status.get(name) for name in shown},
+        "members": len(here),
+        "tokens_per_s": sum(member["tokens_per_s"] for member in here),
+    }
+
+
 def public_status(status: CoordinatorToPeerStatus) -> dict[str, Any]:
     """The status as ``shoal status --json`` has it, without addresses, and with what the run waits for."""
     plain = status_json(status)

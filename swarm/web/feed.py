@@ -53,9 +53,9 @@ class Feed:
         self._whole = b""
         self._changed = asyncio.Event()
 
-    def take(self, status: CoordinatorToPeerStatus) -> None:
-        """Make this the newest status, and wake those who wait for one."""
-        here = {"next_round": self.history.next_round, "undone_rounds": self.history.undone}
+    def take(self, status: CoordinatorToPeerStatus, facts_digest: str = "") -> None:
+        """Make this the newest status, and wake those who wait for one. ``facts_digest``: of the run's facts."""
+        here = {"next_round": self.history.next_round, "undone_rounds": self.history.undone, "facts": facts_digest}
         new = _rounded(public_status(status)) | here
         if new == self.status:
             return

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.web.documents import facts, round_detail
+from shoal.swarm.web.documents import facts, round_detail, run_card
 from shoal.swarm.web.feed import Feed, encode
 from shoal.swarm.web.metrics import Reading, Readings
 from shoal.swarm.web.source import PageSource
@@ -51,17 +53,22 @@ class RunPage:
         self._scraping = asyncio.Lock()
         self._readings: Sequence[Reading] = ()
         self._scrape_again_s = -math.inf
+        self._facts = source.run_file(), b""
 
     # What browsers ask for --------------------------------------------------------------------------------
 
-    def card(self) -> dict[str, Any]:
-        """The run among others of the same page."""
-        run = self._source.run_file()
-        return {"name": run.run.name, "title": run.card.title, "hash": run.hash.hex()}
+    async def card(self) -> dict[str, Any]:
+        """The run among others of the same page, as far as that is known."""
+        with suppress(ShoalError, TimeoutError):
+            await self._look()
+        return run_card(self._source.run_file(), self.feed.status)
 
     def facts(self) -> bytes:
-        """The run's facts, and the peer whose page this is."""
-        return encode(facts(self._source.run_file()) | {"own_peer": self._source.own_peer})
+        """The run's facts with the amendments that are in force, and the peer whose page this is."""
+        run = self._source.run_file()
+        if not self._facts[1] or run is not self._facts[0]:
+            self._facts = run, encode(facts(run) | {"own_peer": self._source.own_peer})
+        return self._facts[1]
 
     async def status(self) -> bytes:
         """The status, a second old or little more. Raises ``ShoalError`` and ``TimeoutError`` while the run does not
@@ -153,7 +160,8 @@ class RunPage:
                 if history.next_round == first:
                     break
             self._looked_s = time.monotonic()
-            self.feed.take(status)
+            # Browsers ask for the facts again when their digest is another one.
+            self.feed.take(status, hashlib.sha256(self.facts()).hexdigest()[:16])
 
     async def _ask(self, question: Coroutine[Any, Any, T], within_s: float = _ANSWER_S) -> T:
         """Have the run's own loop answer. Raises ``TimeoutError`` when it has other things to do for too long."""
@@ -163,4 +171,10 @@ class RunPage:
             question.close()
             raise TimeoutError from error
         async with asyncio.timeout(within_s):
-            return await asyncio.wrap_future(answer)
+            try:
+                return await asyncio.wrap_future(answer)
+            except asyncio.CancelledError as error:
+                here = asyncio.current_task()
+                if here is not None and here.cancelling():
+                    raise
+                raise TimeoutError from error  # its loop has ended

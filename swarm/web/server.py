@@ -9,17 +9,19 @@ import asyncio
 import hashlib
 import logging
 import socket
+import struct
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from shoal.swarm.aio import task_scope
 from shoal.swarm.errors import ShoalError, Unreachable, UserError
 from shoal.swarm.protocol.addresses import join_host_port
+from shoal.swarm.system import allow_files
 from shoal.swarm.web.event_stream import stream
 from shoal.swarm.web.feed import encode
+from shoal.swarm.web.files import STATIC_FILES, static_file
 from shoal.swarm.web.metrics import exposition, process_readings
 from shoal.swarm.web.run_page import RunPage
 from shoal.swarm.web.source import PageSource
@@ -41,17 +43,6 @@ _IDLE_S = 10.0
 """Time in which a connection that waits for no answer has to move: a request to come, what was sent to be read."""
 _MAX_HEADERS_BYTES = 16_384
 
-STATIC_FILES = {
-    "index.html": "text/html; charset=utf-8",
-    "page.css": "text/css",
-    "format.js": "text/javascript",
-    "charts.js": "text/javascript",
-    "page.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-    "vendor/uPlot.js": "text/javascript",
-    "vendor/uPlot.css": "text/css",
-    "vendor/uPlot.LICENSE": "text/plain; charset=utf-8",
-}
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -68,19 +59,19 @@ _BYTE_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEA
 log = logging.getLogger(__name__)
 
 
-def static_file(name: str) -> bytes:
-    """A file of the page, by its name in ``STATIC_FILES``."""
-    return files("shoal.swarm.web").joinpath("static", *name.split("/")).read_bytes()
+def connections_beside(descriptors: int) -> int:
+    """Connections that a page may have in a process that needs ``descriptors`` for other things: as many as it may
+    open, whose limit is raised if that is possible."""
+    return allow_files(descriptors + MOST_CONNECTIONS) - descriptors
 
 
 class PageServer:
     """Pages of runs at one address, served by a thread of its own until ``close``."""
 
-    def __init__(
-        self, place: tuple[str, int], most_connections: int = MOST_CONNECTIONS, *, only_metrics: bool = False
-    ) -> None:
-        """Listens at once. ``only_metrics``: serve no page, but ``/metrics`` alone. Raises ``UserError`` without the
-        extra ``web``, or ``metrics``, and ``Unreachable`` where this machine cannot listen."""
+    def __init__(self, place: tuple[str, int], most_connections: int, *, only_metrics: bool = False) -> None:
+        """Listens at once. ``most_connections``: see ``connections_beside``; a page is allowed a few always.
+        ``only_metrics``: serve no page, but ``/metrics`` alone. Raises ``UserError`` without the extra ``web``, or
+        ``metrics``, and ``Unreachable`` where this machine cannot listen."""
         self._option = "--metrics" if only_metrics else "--web"
         self._pages: dict[str, RunPage] = {}
         if not only_metrics:
@@ -148,7 +139,16 @@ class PageServer:
     def _add(self, name: str, source: PageSource, network: asyncio.AbstractEventLoop) -> None:
         self._remove(name)
         page = self._pages[name] = RunPage(source, network)
-        self._looking[name] = self._tasks.create_task(page.keep_looking())
+        self._looking[name] = self._tasks.create_task(self._keep_looking(name, page))
+
+    async def _keep_looking(self, name: str, page: RunPage) -> None:
+        """Follow a run. An error that nobody expected ends its page, and not those of others."""
+        try:
+            await page.keep_looking()
+        except Exception:
+            log.exception("the page of the run %s has failed, and is not served any more", name)
+            if self._pages.get(name) is page:
+                self._remove(name)
 
     def _remove(self, name: str) -> None:
         if name in self._pages:
@@ -184,6 +184,9 @@ class PageServer:
                     return _refusal(404, "no such round")
                 except (ShoalError, TimeoutError):
                     return _refusal(503, "the run does not answer at the moment")
+                except Exception:
+                    log.debug("the page has no answer", exc_info=True)
+                    return _refusal(500, "the page has failed at that")
 
             return endpoint
 
@@ -199,7 +202,7 @@ class PageServer:
             return endpoint
 
         async def runs(request: Request) -> Response:
-            return _json(encode([page.card() for page in self._pages.values()]))
+            return _json(encode(await asyncio.gather(*(page.card() for page in self._pages.values()))))
 
         async def facts(page: RunPage, request: Request) -> bytes:
             return page.facts()
@@ -308,9 +311,26 @@ def _listen(place: tuple[str, int], option: str) -> socket.socket:
         ) from error
 
 
+class _Quiet(logging.Handler):
+    """Takes what uvicorn logs: strangers cause it, with requests that are none, and the terminal is the host's."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.debug("uvicorn: %s", record.getMessage(), exc_info=record.exc_info)
+
+
+def _cut_off(transport: asyncio.Transport) -> None:
+    """Reset a connection: closed only, what the kernel holds for who does not read would stay for minutes."""
+    with suppress(OSError):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+
+
 def _make_server(app: Starlette, most_connections: int) -> uvicorn.Server:
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    theirs = logging.getLogger("uvicorn")
+    theirs.handlers, theirs.propagate = [_Quiet()], False
 
     class Bounded(H11Protocol):
         """A connection that is cut off if there are too many, or if its browser neither asks nor reads."""
@@ -320,7 +340,7 @@ def _make_server(app: Starlette, most_connections: int) -> uvicorn.Server:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > most_connections:
-                transport.abort()
+                _cut_off(transport)
             else:
                 self.loop.call_later(_IDLE_S, self._look)
 
@@ -331,7 +351,7 @@ def _make_server(app: Starlette, most_connections: int) -> uvicorn.Server:
             answers = self.cycle is not None and not self.cycle.response_complete
             seen = self.cycle, answers, self.transport.is_closing(), self.transport.get_write_buffer_size()
             if seen == self._seen and not (answers and seen[2:] == (False, 0)):
-                self.transport.abort()
+                _cut_off(self.transport)
             else:
                 self._seen = seen
                 self.loop.call_later(_IDLE_S, self._look)

@@ -36,4 +36,12 @@ def test_a_published_run_is_joined_by_its_name(swarm: Swarm) -> None:
     assert found["mark"] == ""
     member.leave()
     host.stop()
-    assert published(state="stopped")["round"] >= 1
+    ended = published(state="stopped")["round"]
+    assert ended >= 1
+    # Beside it lies the page, with the rounds up to the end.
+    assert "data.js" in (pub / "reef" / "index.html").read_text()
+    shown = (pub / "reef" / "data.js").read_text()
+    copied = json.loads(shown.removeprefix("window.shoalCopy = ").removesuffix(";\n"))
+    assert copied["status"]["rounds_committed"] == len(copied["rounds"]["round"]) == ended
+    assert copied["renewed_s"] is None
+    assert host.invite not in shown

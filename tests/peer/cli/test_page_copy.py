@@ -12,7 +12,7 @@ from tests.swarm.coordinator.stories import RUN, story
 from shoal.peer.cli import host as hosting
 from shoal.peer.cli.page_copy import copy_page
 from shoal.swarm.errors import StateFileError, UserError
-from shoal.swarm.web.server import STATIC_FILES
+from shoal.swarm.web.files import STATIC_FILES
 
 pytest.importorskip("starlette")
 

@@ -11,7 +11,7 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 
 from shoal.peer.checkpoints.remote.store import DaemonThreads
 from shoal.peer.directory import card_writer
-from shoal.peer.directory.card_writer import CardWriter, card_place, write_card
+from shoal.peer.directory.card_writer import PlaceWriter, card_place, write_card
 from shoal.peer.directory.places import Place
 from shoal.swarm.errors import RemoteStorageError, UserError
 
@@ -38,7 +38,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bytes]]:
     return []
 
 
-def writer_of(written: list[tuple[float, bytes]], fails: list[bool] | None = None) -> CardWriter:
+def writer_of(written: list[tuple[float, bytes]], fails: list[bool] | None = None) -> PlaceWriter[bytes]:
     async def make(stopped: bool) -> bytes:
         return b"stopped" if stopped else b"running"
 
@@ -47,7 +47,7 @@ def writer_of(written: list[tuple[float, bytes]], fails: list[bool] | None = Non
             raise RemoteStorageError("no such bucket")
         written.append((now_s(), data))
 
-    return CardWriter(Place("card.json"), make, write)
+    return PlaceWriter(Place("card.json"), make, write)
 
 
 def test_a_card_is_written_after_changes_and_now_and_then(written: list[tuple[float, bytes]]) -> None:
@@ -129,7 +129,7 @@ def test_a_card_that_cannot_be_made_is_said_and_made_again_later(
                 raise ValueError("no room for that")
             return b"card"
 
-        writer = CardWriter(Place("card.json"), make, lambda place, data: written.append((now_s(), data)))
+        writer = PlaceWriter(Place("card.json"), make, lambda place, data: written.append((now_s(), data)))
         task = asyncio.create_task(writer.keep())
         await asyncio.sleep(700)
         task.cancel()

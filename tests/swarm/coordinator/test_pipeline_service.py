@@ -214,6 +214,8 @@ async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
             assert verdict.plan == plans[scope - 1]
             await peer.ask(PeerToCoordinatorShowVerdict(verdict=verdict), Acknowledged, scope)
             verdicts.append(verdict)
+            ask = PeerToCoordinatorGetVerdicts(first=0, stage=scope - 1)  # also who does not hold the stage may
+            assert (await peer.ask(ask, CoordinatorToPeerVerdicts)).verdicts == (verdict,)
         assert verdicts[0].together == verdicts[1].together is not None
         given = [scope for events in journal.written for scope in [list(verdicts_in(events))] if scope]
         assert given == [[1, 2]], "in one write"

@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
+import logging.handlers
+import select
 import socket
 import sys
 import threading
@@ -15,13 +18,14 @@ from urllib.parse import urlsplit
 import pytest
 from tests.swarm.web.samples import RUN, member, status, timing, verdict
 
-from shoal.swarm.errors import ShoalError, StorageError, Unreachable, UserError
+from shoal.swarm.errors import StorageError, Unreachable, UserError
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.timing import RoundTiming
+from shoal.swarm.web.files import STATIC_FILES
 from shoal.swarm.web.metrics import Reading, Readings
-from shoal.swarm.web.server import CONTENT_SECURITY_POLICY, STATIC_FILES, PageServer
+from shoal.swarm.web.server import CONTENT_SECURITY_POLICY, PageServer, connections_beside
 
 pytest.importorskip("uvicorn")
 
@@ -34,10 +38,11 @@ class Source:
     def __init__(self, name: str = "reef") -> None:
         self.run = RUN.model_copy(update={"run": RUN.run.model_copy(update={"name": name})})
         self.asked = 0
-        self.trouble: ShoalError | None = None
+        self.trouble: Exception | None = None
         self.members = [member(1), member(2)]
         self.rounds = 3
         self.answers_from = 0
+        self.is_restless = False
 
     def run_file(self) -> RunFile:
         return self.run
@@ -46,6 +51,9 @@ class Source:
         self.asked += 1
         if self.trouble is not None:
             raise self.trouble
+        if self.is_restless:
+            wall = "xy"[self.asked % 2] * 1_000
+            self.members = [one.model_copy(update={"wall": wall}) for one in self.members]
         return status(self.members, run=self.run.run.name, round=self.rounds)
 
     async def verdicts(self, first: int, limit: int) -> Sequence[Verdict]:
@@ -273,13 +281,85 @@ def test_who_does_not_finish_a_request_is_cut_off(
                 pass
 
 
+def test_who_follows_and_does_not_read_is_cut_off(
+    server: PageServer, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs the page what lies in the buffers until then, and nobody else's events."""
+    monkeypatch.setattr("shoal.swarm.web.event_stream._SEND_S", 2.0)
+    monkeypatch.setattr("shoal.swarm.web.server._IDLE_S", 1.0)
+    monkeypatch.setattr("shoal.swarm.web.run_page._TICK_S", 0.02)
+    monkeypatch.setattr("shoal.swarm.web.run_page._MEMBERS_A_TICK", 10**6)
+    source.members = [member(number) for number in range(500)]
+    source.is_restless = True
+    with socket.socket() as slow, socket.create_connection(("127.0.0.1", port(server)), timeout=20) as fast:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", port(server)))
+        for line in (slow, fast):
+            line.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        read, closed = b"", select.poll()
+        closed.register(slow, select.POLLHUP | select.POLLERR)
+        while not closed.poll(0):  # it is reset, and does not wait for what lies in the buffers
+            assert fast.recv(1 << 20)
+        source.rounds = 4
+        while b'"round":4,' not in read:
+            read = read[-100:] + (more := fast.recv(1 << 20))
+            assert more
+
+
+def test_an_unexpected_error_of_one_run_ends_its_page_only(
+    server: PageServer, source: Source, network: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Source("atoll")
+    broken.trouble = ZeroDivisionError("nobody expected that")
+    with server.showing(broken, network), socket.create_connection(("127.0.0.1", port(server)), timeout=20) as line:
+        assert get(server, "/status.json?run=atoll")[0] == 500
+        line.sendall(b"GET /events?run=atoll HTTP/1.1\r\nHost: x\r\n\r\n")
+        read = b""
+        while not read.endswith(b"0\r\n\r\n"):  # who follows it is told
+            read += line.recv(65_536)
+        assert [one["name"] for one in json.loads(get(server, "/runs.json")[2])] == ["reef"]
+    assert json.loads(get(server, "/status.json")[2])["run"] == "reef"
+    assert "the page of the run atoll has failed" in caplog.text
+
+
+def test_facts_follow_amendments(server: PageServer, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.swarm.web.run_page._TICK_S", 0.1)
+    before = json.loads(get(server, "/status.json")[2])["facts"]
+    source.run = source.run.model_copy(update={"run": source.run.run.model_copy(update={"rounds": 99})})
+    while json.loads(get(server, "/status.json")[2])["facts"] == before:
+        pass
+    assert json.loads(get(server, "/run.json")[2])["goals"] == {"rounds": 99}
+
+
+def test_requests_that_are_none_are_not_told_the_hosts_terminal(
+    server: PageServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    terminal = logging.handlers.BufferingHandler(100)
+    logging.getLogger().addHandler(terminal)
+    try:
+        with socket.create_connection(("127.0.0.1", port(server)), timeout=20) as line:
+            line.sendall(b"no request\r\n\r\n")
+            assert line.recv(100).startswith(b"HTTP/1.1 400")
+    finally:
+        logging.getLogger().removeHandler(terminal)
+    told = [(one.levelno, one.name) for one in terminal.buffer if "Invalid HTTP request" in one.getMessage()]
+    assert told == [(logging.DEBUG, "shoal.swarm.web.server")]
+
+
+def test_a_process_that_may_open_few_files_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.swarm.web.server.allow_files", lambda wanted: min(wanted, 1_000))
+    assert connections_beside(900) == 100
+    assert connections_beside(0) == 1_000
+
+
 def test_a_port_in_use_is_said(server: PageServer) -> None:
     with pytest.raises(Unreachable, match=r"--web 127\.0\.0\.1:.*give another address"):
-        PageServer(("127.0.0.1", port(server)))
+        PageServer(("127.0.0.1", port(server)), 64)
 
 
 def test_closing_ends_streams_at_once(source: Source, network: asyncio.AbstractEventLoop) -> None:
-    made = PageServer(("127.0.0.1", 0))
+    made = PageServer(("127.0.0.1", 0), 64)
     with made.showing(source, network), socket.create_connection(("127.0.0.1", port(made)), timeout=20) as line:
         line.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
         assert line.recv(20)
@@ -340,7 +420,7 @@ def test_metrics_can_be_had_without_a_page(source: Source, network: asyncio.Abst
             for line in lines:
                 line.close()
         with pytest.raises(Unreachable, match=r"--metrics 127\.0\.0\.1"):
-            PageServer(("127.0.0.1", port(made)), only_metrics=True)
+            PageServer(("127.0.0.1", port(made)), 16, only_metrics=True)
     finally:
         made.close()
 
@@ -349,4 +429,4 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert get(server, "/metrics")[0] == 501
     with pytest.raises(UserError, match=r"shoal\[metrics\]"):
-        PageServer(("127.0.0.1", 0), only_metrics=True)
+        PageServer(("127.0.0.1", 0), 16, only_metrics=True)
