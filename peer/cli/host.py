@@ -261,8 +261,8 @@ async def _host_shared(
         address = options.bind[0], options.bind[1] or earlier_port(state)
         keys = one.identity.coordinator_keys()
         front = await ending.enter_async_context(CoordinatorFront.open(keys, address, (one.name,)))
-        pages = ending.enter_context(_pages(options.web)) if options.web is not None else None
-        metrics = ending.enter_context(_metrics(options.metrics)) if options.metrics is not None else None
+        pages = ending.enter_context(page_server(options.web)) if options.web is not None else None
+        metrics = ending.enter_context(metrics_server(options.metrics)) if options.metrics is not None else None
         _write(state / _PORT_FILE, f"{front.node.control_port}\n".encode())
         shown = _advertised(options, front.node.control_port)
 
