@@ -647,6 +647,7 @@ class Session:
         progress = self._member.progress
         progress.activity = "training"
         progress.tokens_done = self._replica.samples.tokens_done
+        progress.tokens_trained = self._replica.samples.tokens_trained
         progress.tokens_per_s = self._timer.tokens_per_s
         progress.step_s = self._timer.step_s
         progress.loss = self._replica.samples.recent_loss()

@@ -129,6 +129,9 @@ MetricsOption = Annotated[
         help="Serve /metrics for Prometheus there, without a page; without an address for this machine only.",
     ),
 ]
+EveryOption = Annotated[
+    float, typer.Option("--every", min=1.0, metavar="SECONDS", help="Least time between two looks; big runs take more.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")]
 
 
@@ -535,18 +538,48 @@ def join_command(
 def status_command(
     invite: InviteArgument,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh it in place, until Ctrl-C or q.")] = False,
+    every: EveryOption = 2.0,
 ) -> None:
     """Show a run: its round and loss, and each member's device, speed and share of the work."""
+    from shoal.swarm.protocol.invite import Invite
+
+    run = Invite.read(invite)
+    if watch and as_json:
+        raise UserError("--watch shows a run to people: give --json alone, as often as you like")
+    if watch:
+        from shoal.peer.cli.watch import watch as watch_run
+
+        run_loop(watch_run(run, console, every))
+        return
     from shoal.peer.terminal.views import status_table
     from shoal.swarm.client.observer import get_status
-    from shoal.swarm.protocol.invite import Invite
     from shoal.swarm.protocol.json_values import status_json
 
-    status = run_loop(get_status(Invite.read(invite)))
+    status = run_loop(get_status(run))
     if as_json:
         console.print_json(data=status_json(status))
     else:
         console.print(status_table(status))
+
+
+@app.command("top")
+def top_command(
+    invite: InviteArgument,
+    sort: Annotated[
+        Literal["share", "speed", "waited", "name"],
+        typer.Option(help="Order of the members; the keys s, t, w and n change it."),
+    ] = "share",
+    every: EveryOption = 2.0,
+) -> None:
+    """Watch the members of a run, by their share, speed, or how long the run has waited for them. Ends on q."""
+    from shoal.swarm.protocol.invite import Invite
+
+    run = Invite.read(invite)
+    from shoal.peer.cli.watch import watch
+    from shoal.peer.terminal.top import SortBy
+
+    run_loop(watch(run, console, every, SortBy(sort)))
 
 
 @app.command("doctor")

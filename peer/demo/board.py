@@ -15,8 +15,8 @@ from rich.text import Text
 
 from shoal.peer.demo.run_log import RunLog
 from shoal.peer.event_schema import Event
+from shoal.peer.terminal.bars import sparkline
 from shoal.peer.terminal.events import count_text, duration_text, loss_text, plain_line, span_text
-from shoal.peer.terminal.views import sparkline
 
 _SHOWN_EVENTS = (
     *("verdict", "went_back", "member_joined", "member_lost", "demo"),

@@ -112,6 +112,7 @@ _COMPILED_ELEMENTS = 2**19
 class Progress:
     """Progress that the training thread writes and heartbeats report.
 
+    ``tokens_done``: of the open round; ``tokens_trained``: of all rounds, also before a restart from a checkpoint;
     ``prepared``: share of the way to the first computation, 0 to 1; ``computed``: number of computations done;
     ``has_work``: whether a computation is under way or could begin.
     """
@@ -119,6 +120,7 @@ class Progress:
     activity: str = "joining"
     round: int = 0
     tokens_done: int = 0
+    tokens_trained: int = 0
     tokens_per_s: float = 0.0
     step_s: float = 0.0
     loss: float | None = None

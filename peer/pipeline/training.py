@@ -328,6 +328,7 @@ class SpanTraining:
         whole, last = members.run.progress, max(self.replicas)
         stage_progress = members.stages[last].progress
         whole.activity, whole.round, whole.loss = "training", self.round, stage_progress.loss
+        whole.tokens_trained = max(one.samples.tokens_trained for one in self.replicas.values())
         whole.tokens_done, whole.tokens_per_s = stage_progress.tokens_done, stage_progress.tokens_per_s
 
     def _samples_per_s(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from rich.text import Text
 from shoal.peer.event_schema import Event
 from shoal.peer.terminal.events import plain_line
 from shoal.peer.terminal.snapshot import Snapshot, Watched
+from shoal.peer.terminal.speed import SpeedMeter
 from shoal.peer.terminal.views import session_panel, status_line, status_table
 from shoal.swarm.errors import ShoalError, StorageError
 
@@ -96,7 +98,8 @@ class Reporter:
         self._json: JsonLines | None = None
         # Never held while printing: rich's refresh thread holds rich's own locks when it calls ``render``.
         self._lock = threading.Lock()
-        self._losses: deque[float] = deque(maxlen=64)
+        self._losses: deque[float] = deque(maxlen=200)
+        self._run_speed, self._own_speed = SpeedMeter(), SpeedMeter()
         self._lines: deque[str] = deque(maxlen=4)
         self._session: Watched | None = None
         self._snapshot: Snapshot | None = None
@@ -156,7 +159,8 @@ class Reporter:
             losses, lines = list(self._losses), list(self._lines)
         if self._snapshot is None:
             return Text("joining …", style="dim")
-        return session_panel(self._snapshot, losses, lines)
+        speeds = {"run_tokens_per_s": self._run_speed.per_s, "own_tokens_per_s": self._own_speed.per_s}
+        return session_panel(self._snapshot, losses, lines, **speeds)
 
     def _tick(self) -> None:
         while not self._stop.wait(_LINE_EVERY_S):
@@ -177,6 +181,9 @@ class Reporter:
             log.debug("no more progress to show: %s", error)
             return
         self._session, self._snapshot = session, snapshot
+        now_s = time.monotonic()
+        self._run_speed.note(snapshot.tokens_committed + snapshot.tokens_in_round, now_s)
+        self._own_speed.note(snapshot.tokens_trained, now_s)
         if snapshot.loss is not None:
             with self._lock:
                 if not self._losses or self._losses[-1] != snapshot.loss:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.swarm.protocol.rounds import RunView, Verdict
+from shoal.swarm.protocol.run_file import RunSection
 from shoal.swarm.protocol.types import PipelineView
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ class HeldStages:
 class Snapshot:
     """A session at one moment. ``loss``: this peer's recent loss, or, if it computes none, that of the newest committed
     round; ``compression``: ratio of a contribution's float32 bytes to its bytes as sent; ``held``: None except for a
-    pipeline's peer that holds stages; ``leaving``: whether it was asked to leave, and ends what it has begun."""
+    pipeline's peer that holds stages; ``tokens_done`` and ``tokens_trained``: of this peer, in the open round and in
+    all; ``ends``: where the run ends; ``waits_for``: what this peer or the whole run waits for, in a sentence;
+    ``aborted``: why the newest round was aborted, empty after a committed one; ``leaving``: whether it was asked to
+    leave, and ends what it has begun."""
 
     run: str
     peer: str
@@ -66,6 +70,11 @@ class Snapshot:
     bytes_received: int
     compression: float
     closes_in_s: float | None
+    tokens_trained: int = 0
+    name: str = ""
+    ends: RunSection | None = None
+    waits_for: str = ""
+    aborted: str = ""
     amended: tuple[str, ...] = ()
     held: HeldStages | None = None
     leaving: bool = False
@@ -103,8 +112,17 @@ def take_snapshot(member: LocalMember, view: RunView, peer: str, device: str) ->
         bytes_received=meter.received_bytes,
         compression=member.compression,
         closes_in_s=None if closes_at_s is None else max(0.0, closes_at_s - time.monotonic()),
+        tokens_trained=progress.tokens_trained,
+        name=client.me.name,
+        ends=client.run_now.run,
+        waits_for=view.wall or view.waits_for,
+        aborted=_aborted(view.verdict),
         amended=tuple(one.text for one in view.amendments),
     )
+
+
+def _aborted(verdict: Verdict | None) -> str:
+    return "" if verdict is None or verdict.committed else f"round {verdict.round} was aborted: {verdict.reason}"
 
 
 def held_stages(pipeline: PipelineView, span: tuple[int, int], flow: Flow) -> HeldStages:
@@ -129,4 +147,11 @@ def with_stages(run: Snapshot, first: LocalMember, held: HeldStages) -> Snapshot
     """The snapshot of a pipeline's peer; ``run``: of its membership of the run, ``first``: of its first stage."""
     verdict: Verdict | None = first.client.view.verdict
     loss = verdict.loss if run.loss is None and verdict is not None else run.loss
-    return replace(run, activity=first.activity, compression=first.compression, loss=loss, held=held)
+    return replace(
+        run,
+        activity=first.activity,
+        compression=first.compression,
+        aborted=_aborted(verdict),
+        loss=loss,
+        held=held,
+    )

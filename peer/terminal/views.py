@@ -7,15 +7,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rich import box, filesize
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.peer.terminal.bars import Bar, Sparkline, amount_text, left_text, of_goal
 from shoal.peer.terminal.events import (
     count_text,
     duration_text,
@@ -29,13 +30,16 @@ from shoal.peer.terminal.snapshot import Flow, HeldStages
 from shoal.swarm.protocol.addresses import join_host_port
 from shoal.swarm.protocol.evaluations import HeldOutFigure
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
+from shoal.swarm.protocol.progress import progress_of
 from shoal.swarm.protocol.types import Coverage, MemberStatus, RelayStatus, StageStatus
 
 if TYPE_CHECKING:
     from shoal.peer.terminal.snapshot import Snapshot
 
 _BAR_WIDTH = 24
+_SHORT_BAR_WIDTH = 16
 _SHOWN_OF_ID = 8
+_LONGEST_NOTE = 400
 _ONE_LINE: Any = {"no_wrap": True, "overflow": "ellipsis"}
 
 
@@ -148,7 +152,6 @@ def alone_text(held: HeldStages) -> str:
     return f"stages {', '.join(map(str, held.alone))} have one replica each: nobody checks them"
 
 
-_BARS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {
     "waiting": "yellow",
     "training": "green",
@@ -156,16 +159,6 @@ _PHASE_STYLES = {
     "averaging": "magenta",
     "ended": "bold green",
 }
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as bars, the lowest of them the shortest."""
-    shown = list(values)[-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in shown)
 
 
 def phase_text(phase: str) -> Text:
@@ -177,28 +170,29 @@ LEAVING = "leaving: what has begun is finished and saved; Ctrl-C again leaves at
 # A member's live view ---------------------------------------------------------------------------------------
 
 
-def session_panel(snapshot: Snapshot, losses: Sequence[float], lines: Sequence[str]) -> Panel:
-    """Render a member's live panel. ``losses`` and ``lines`` (on events) are the latest, oldest first."""
-    rows: list[RenderableType] = [_headline(snapshot), _round_bar(snapshot), _figures(snapshot, losses)]
+def session_panel(
+    snapshot: Snapshot,
+    losses: Sequence[float],
+    lines: Sequence[str],
+    *,
+    run_tokens_per_s: float = 0.0,
+    own_tokens_per_s: float = 0.0,
+) -> Panel:
+    """Render a member's live panel. ``losses`` and ``lines`` (on events) are the latest, oldest first; the speeds are
+    steady ones, over wall time."""
+    rows: list[RenderableType] = [_headline(snapshot)]
     if snapshot.held is not None:
-        rows.insert(1, Text(held_text(snapshot.held), style="bold", **_ONE_LINE))
-        if empty := empty_text(snapshot.held):
-            rows.append(Text(empty, "bold yellow"))
-        if alone := alone_text(snapshot.held):
-            rows.append(Text(alone, "yellow", **_ONE_LINE))
-    if snapshot.amended:
-        rows.append(Text(f"amended by the host: {printable('; '.join(snapshot.amended))}", "yellow", **_ONE_LINE))
-    if snapshot.leaving:
-        rows.append(Text(LEAVING, "bold yellow", **_ONE_LINE))
-    if snapshot.coordinator_is_away:
-        rows.append(Text("the coordinator is away: training goes on, the round ends when it is back", "bold yellow"))
+        rows.append(Text(held_text(snapshot.held), style="bold", **_ONE_LINE))
+    rows += [_progress_bars(snapshot, run_tokens_per_s), _figures(snapshot, losses, own_tokens_per_s)]
+    rows += [Text(words, style) for words, style in _notes(snapshot)]
     if lines:
         rows.append(Text("\n".join(lines), style="dim", no_wrap=True, overflow="ellipsis"))
+    whose = [printable(snapshot.name)] if snapshot.name else []
     return Panel(
         Group(*rows),
-        title=Text.assemble(("shoal", "bold"), " · ", (snapshot.run, "bold cyan")),
+        title=Text.assemble(("shoal", "bold"), " · ", (printable(snapshot.run), "bold cyan")),
         title_align="left",
-        subtitle=Text(f"{snapshot.peer} · {snapshot.device}", style="dim"),
+        subtitle=Text(" · ".join([*whose, snapshot.peer[:_SHOWN_OF_ID], snapshot.device]), style="dim"),
         subtitle_align="right",
         box=box.ROUNDED,
         border_style="cyan",
@@ -206,48 +200,91 @@ def session_panel(snapshot: Snapshot, losses: Sequence[float], lines: Sequence[s
     )
 
 
+def _notes(snapshot: Snapshot) -> list[tuple[str, str]]:
+    """What needs attention, whole sentences that wrap, with their styles: what is waited for first."""
+    notes: list[tuple[str, str]] = []
+    if snapshot.leaving:
+        notes.append((LEAVING, "bold yellow"))
+    if snapshot.coordinator_is_away:
+        notes.append(("the coordinator is away: training goes on, the round ends when it is back", "bold yellow"))
+    if snapshot.held is not None:
+        notes += [(words, "bold yellow") for words in (empty_text(snapshot.held),) if words]
+        notes += [(words, "yellow") for words in (alone_text(snapshot.held),) if words]
+    if snapshot.waits_for:
+        notes.append((f"the run waits: {printable(snapshot.waits_for)}", "bold yellow"))
+    if snapshot.aborted:
+        notes.append((printable(snapshot.aborted), "yellow"))
+    if snapshot.amended:
+        notes.append((f"amended by the host: {printable('; '.join(snapshot.amended))}", "yellow"))
+    return [(shorten(words, _LONGEST_NOTE, placeholder=" …"), style) for words, style in notes]
+
+
 def _headline(snapshot: Snapshot) -> Table:
     left = Text.assemble("round ", (str(snapshot.round), "bold"), "  ", phase_text(snapshot.phase))
     if snapshot.activity not in ("", snapshot.phase):
-        left.append(f"  {printable(snapshot.activity)}", style="dim")
-    members = (number_of(snapshot.members, "peer"), "bold")
-    right = Text.assemble(members, f" · {count_text(snapshot.tokens_committed)} tokens committed")
-    return _two_sides(left, right)
+        left.append(f"  this peer: {printable(snapshot.activity)}", style="dim")
+    return _two_sides(left, Text.assemble((number_of(snapshot.members, "peer"), "bold")))
 
 
-def _round_bar(snapshot: Snapshot) -> Table:
-    done = min(snapshot.tokens_in_round, snapshot.tokens_target)
-    bar = ProgressBar(total=max(1, snapshot.tokens_target), completed=done)
-    words = Text(f"{count_text(snapshot.tokens_in_round)} / {count_text(snapshot.tokens_target)} tokens")
+def _progress_bars(snapshot: Snapshot, run_tokens_per_s: float) -> Table:
+    """Bars of the whole run, if it has an end, and of the open round."""
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right", no_wrap=True)
+    if snapshot.ends is not None:
+        progress = progress_of(
+            snapshot.ends,
+            snapshot.tokens_target,
+            tokens=snapshot.tokens_committed,
+            rounds=snapshot.anchor_version,
+            tokens_per_s=run_tokens_per_s,
+        )
+        words = [of_goal(progress, snapshot.tokens_committed, snapshot.anchor_version)]
+        words += [f"{progress.share:.0%}"] if progress.share is not None else []
+        words += [left] if (left := left_text(progress)) and snapshot.phase != "ended" else []
+        grid.add_row("run", Bar(progress.share) if progress.share is not None else "", Text(" · ".join(words)))
+    share = snapshot.tokens_in_round / max(1, snapshot.tokens_target)
+    told = Text(f"{amount_text(snapshot.tokens_in_round)} of {amount_text(snapshot.tokens_target)} tokens")
     if snapshot.closes_in_s is not None:
-        words.append(f" · closes in {duration_text(snapshot.closes_in_s)}", style="cyan")
-    return _two_sides(bar, words)
+        told.append(f" · closes in {duration_text(snapshot.closes_in_s)}", style="cyan")
+    grid.add_row("round", Bar(share, "magenta"), told)
+    return grid
 
 
-def _figures(snapshot: Snapshot, losses: Sequence[float]) -> Table:
-    grid = Table.grid(padding=(0, 2), expand=True)
-    for _ in range(4):
-        grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    grid.add_row(
-        _figure("loss", loss_text(snapshot.loss)),
-        Text(sparkline(losses, 24), style="green"),
-        _figure("tokens/s", count_text(snapshot.tokens_per_s)),
-        _figure("here", f"{count_text(snapshot.tokens_done)} tokens"),
+def _figures(snapshot: Snapshot, losses: Sequence[float], own_tokens_per_s: float) -> RenderableType:
+    loss = Table.grid(padding=(0, 1), expand=True)
+    loss.add_column(no_wrap=True)
+    loss.add_column(ratio=1)
+    loss.add_row(_figure("loss", loss_text(snapshot.loss)), Sparkline(losses))
+    speed = own_tokens_per_s or snapshot.tokens_per_s
+    own = Text("  ").join(
+        [
+            _figure("trained here", f"{amount_text(snapshot.tokens_trained)} tokens"),
+            _figure("tokens/s", count_text(speed)),
+            _figure("anchor", f"version {snapshot.anchor_version}"),
+        ]
     )
-    grid.add_row(
-        _figure("sent", filesize.decimal(snapshot.bytes_sent)),
-        _figure("received", filesize.decimal(snapshot.bytes_received)),
-        _figure("packed", f"{snapshot.compression:.1f}×"),
-        _figure("anchor", f"v{snapshot.anchor_version}"),
+    traffic = Text("  ").join(
+        [
+            _figure("sent", filesize.decimal(snapshot.bytes_sent)),
+            _figure("received", filesize.decimal(snapshot.bytes_received)),
+            _figure("compression", f"{snapshot.compression:.1f}×"),
+        ]
     )
+    rows: list[RenderableType] = [loss, own, traffic]
     if snapshot.held is not None:
         flow = snapshot.held.flow
-        grid.add_row(
-            _figure("forward", count_text(flow.forwards)),
-            _figure("backward", count_text(flow.backwards)),
-            _figure("in flight", f"{flow.in_flight} of {flow.max_in_flight}"),
+        rows.append(
+            Text("  ").join(
+                [
+                    _figure("forward", count_text(flow.forwards)),
+                    _figure("backward", count_text(flow.backwards)),
+                    _figure("in flight", f"{flow.in_flight} of {flow.max_in_flight}"),
+                ]
+            )
         )
-    return grid
+    return Group(*rows)
 
 
 def _figure(name: str, value: str) -> Text:
@@ -283,6 +320,7 @@ def status_line(snapshot: Snapshot) -> str:
         words.insert(1, printable(snapshot.activity))
     if snapshot.coordinator_is_away:
         words.append("the coordinator is away")
+    words += [printable(told) for told in (snapshot.waits_for, snapshot.aborted) if told]
     return " · ".join(words)
 
 
@@ -294,18 +332,18 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     rounds = f"{status.rounds_committed} committed, {status.rounds_aborted} aborted"
     if status.rounds_undone:
         rounds += f", {status.rounds_undone} undone"
-    closes = "" if status.closes_in_s is None else f", closes in {duration_text(status.closes_in_s)}"
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)
     head.add_column()
-    head.add_row("run", Text.assemble((status.run, "bold cyan"), (f"  {status.run_hash.hex()[:16]}", "dim")))
-    head.add_row("round", Text.assemble((str(status.round), "bold"), " ", phase_text(status.phase), closes))
+    head.add_row("run", Text.assemble((printable(status.run), "bold cyan"), (f"  {status.run_hash.hex()[:16]}", "dim")))
+    head.add_row("progress", _progress_line(status))
+    head.add_row("round", _round_line(status))
     head.add_row("rounds", rounds)
     head.add_row("loss", Text(loss_text(status.loss), style="bold"))
     if status.evaluation.figures:
         head.add_row("held out", held_out_text(status.evaluation.figures[-1]))
-    tokens = f"{count_text(status.tokens_committed)} committed, {count_text(status.tokens_in_round)} in this round"
-    head.add_row("tokens", tokens)
+    if status.progress.tokens_per_s:
+        head.add_row("speed", f"{count_text(status.progress.tokens_per_s)} tokens/s, over the latest rounds")
     head.add_row("anchor", f"version {status.anchor_version}, {_agreement(status)}")
     if status.warning:
         head.add_row("", Text(printable(status.warning), style="bold red"))
@@ -327,7 +365,7 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
         head.add_row("relay", relay_text(relay, names))
     for row in _timing_rows(status):
         head.add_row(*row)
-    head.add_row("running for", duration_text(status.elapsed_s))
+    head.add_row("lasted" if status.phase == "ended" else "running for", duration_text(status.elapsed_s))
     shown: list[RenderableType] = [head]
     if status.stages:
         shown += [Text(), stages_drawing(status.stages, names)]
@@ -362,6 +400,33 @@ def _timing_rows(status: CoordinatorToPeerStatus) -> list[tuple[str, RenderableT
     shares = (("utilisation", status.utilisation), ("goodput", status.goodput))
     known = [f"{name} {share:.0%}" for name, share in shares if share is not None]
     return [*rows, ("use", Text(", ".join(known)))] if known else rows
+
+
+def _progress_line(status: CoordinatorToPeerStatus) -> RenderableType:
+    """How far the run is, with a bar and the time left; ``4.05M of 20M tokens``."""
+    progress = status.progress
+    words = Text(of_goal(progress, status.tokens_committed, status.rounds_committed))
+    if progress.share is None:
+        return words
+    if (left := left_text(progress)) and status.phase != "ended":
+        words.append(f" · {left}")
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=_SHORT_BAR_WIDTH)
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    grid.add_row(Bar(progress.share), f"{progress.share:.0%}", words)
+    return grid
+
+
+def _round_line(status: CoordinatorToPeerStatus) -> Text:
+    if status.phase == "ended":
+        return Text("the run has ended", style=_PHASE_STYLES["ended"])
+    line = Text.assemble((str(status.round), "bold"), " ", phase_text(status.phase))
+    of = f" of {amount_text(status.round_tokens)}" if status.round_tokens else ""
+    line.append(f", {amount_text(status.tokens_in_round)}{of} tokens")
+    if status.closes_in_s is not None:
+        line.append(f", closes in {duration_text(status.closes_in_s)}")
+    return line
 
 
 def relay_text(relay: RelayStatus, names: Mapping[str, str]) -> str:
@@ -404,23 +469,24 @@ def _agreement(status: CoordinatorToPeerStatus) -> str:
 
 
 CREDIT_CAPTION = "credit: weight in what members decide, by their latest work; new: none yet"
+_MEMBERS_CAPTION = f"tok/s: over whole rounds; state: whether it holds the newest one; {CREDIT_CAPTION}"
 
 
 def _members_table(status: CoordinatorToPeerStatus) -> Table:
+    """A table of the members, two lines for each, so that nothing is cut at 80 columns."""
     members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    # The cells do not wrap, but these columns may: rich narrows such columns first.
-    for name in ("peer", "device", "doing"):
-        members.add_column(name)
-    if status.stages:
-        members.add_column("stage", justify="right", no_wrap=True)
+    members.add_column("peer\nid", overflow="fold", min_width=16)
+    members.add_column("device\ndoing", overflow="fold")
+    members.add_column("reach\n ", overflow="fold")
+    members.add_column("tok/s\ntokens", justify="right", no_wrap=True)
+    members.add_column("share\ncredit", justify="right", no_wrap=True)
     # In a pipeline only holders of the last stage have a loss, and it is shown above.
-    for name in ("tok/s", "share", "credit", *(() if status.stages else ("loss",)), "sent", "recv"):
-        members.add_column(name, justify="right", no_wrap=True)
-    members.add_column("sync", justify="center", no_wrap=True)
+    members.add_column("stage\nstate" if status.stages else "loss\nstate", justify="right", no_wrap=True)
+    members.add_column("sent\nreceived", justify="right", no_wrap=True)
     for member in sorted(status.members, key=lambda one: (not one.alive, -one.share, one.name)):
         row = _status_row(member, in_stages=bool(status.stages))
-        members.add_row(*row, style="" if member.alive else "dim strike")
-    members.caption, members.caption_justify = CREDIT_CAPTION, "left"
+        members.add_row(*row, style="" if member.alive else "dim")
+    members.caption, members.caption_justify = _MEMBERS_CAPTION, "left"
     return members
 
 
@@ -450,30 +516,42 @@ def _coverage_rows(coverage: Sequence[Coverage]) -> list[tuple[str, RenderableTy
     return [*(("epoch", one) for one in open_ones), ("epoch", done)]
 
 
-def _path_text(member: MemberStatus) -> str:
-    """Say how others meet a member that they cannot dial."""
+def reach_text(member: MemberStatus) -> str:
+    """Say how others meet a member: ``direct``, ``2 punched, 1 relayed``, ``relayed``, ``unreachable``."""
+    if not member.alive:
+        return "–"
+    if member.reachable:
+        return "direct"
     kinds = Counter(path.kind for path in member.paths)
     if kinds:
-        return f" ({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})"
-    return " (relayed)" if member.relayed else " (unreachable)"
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return "relayed" if member.relayed else "unreachable"
+
+
+def doing_text(member: MemberStatus) -> str:
+    """Say what a member does, or why it is not here."""
+    if member.left == "paused":  # its owner's terms; it comes back by itself
+        return f"paused: {printable(member.trouble)}" if member.trouble else "paused"
+    if member.left:
+        return f"left ({printable(member.left)})"
+    return "cannot take part" if member.wall else printable(member.activity)
+
+
+def steady_speed(member: MemberStatus) -> float:
+    """A member's speed over wall time, or that of its steps before its first round."""
+    return (member.steady_tokens_per_s or member.tokens_per_s) if member.alive else 0.0
 
 
 def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType]:
-    synced = Text("✓", style="green") if member.synced else Text("–", style="yellow")
-    where = f" ({printable(member.left)})" if member.left else "" if member.reachable else _path_text(member)
-    doing = ("cannot take part" if member.wall else printable(member.activity)) + where
-    if member.left == "paused":  # its owner's terms; it comes back by itself
-        doing = f"paused: {printable(member.trouble)}" if member.trouble else "paused"
+    state = ("holds", "green") if member.synced else ("–", "yellow")
+    speed = count_text(steady_speed(member)) if member.alive else "–"
+    stages = span_text(*member.stages) if member.stages else "–"
     return [
-        Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim"), **_ONE_LINE),
-        Text(printable(member.device.name), **_ONE_LINE),
-        Text(doing, **_ONE_LINE),
-        *((Text(span_text(*member.stages) if member.stages else "–"),) if in_stages else ()),
-        Text(count_text(member.tokens_per_s) if member.alive else "–"),
-        Text(f"{100 * member.share:.0f}%"),
-        Text(credit_text(member.credit) if member.alive else "–"),
-        *(() if in_stages else (Text(loss_text(member.loss)),)),
-        Text(filesize.decimal(member.bytes_sent)),
-        Text(filesize.decimal(member.bytes_received)),
-        synced,
+        Text.assemble((printable(member.name), "bold"), "\n", (member.peer, "dim")),
+        Text(f"{printable(member.device.name)}\n{doing_text(member)}"),
+        Text(reach_text(member)),
+        Text(f"{speed}\n{count_text(member.tokens_committed)}"),
+        Text(f"{100 * member.share:.0f}%\n{credit_text(member.credit) if member.alive else '–'}"),
+        Text.assemble(stages if in_stages else loss_text(member.loss), "\n", state),
+        Text(f"{filesize.decimal(member.bytes_sent)}\n{filesize.decimal(member.bytes_received)}"),
     ]

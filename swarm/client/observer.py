@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from shoal.swarm.aio import task_scope
@@ -15,7 +15,7 @@ from shoal.swarm.client.coordinator_client import (
     fetch_run,
 )
 from shoal.swarm.client.relay_access import RelayAccess
-from shoal.swarm.errors import LinkError
+from shoal.swarm.errors import FINAL_ERRORS, LinkError
 from shoal.swarm.protocol.evaluations import check_evaluations
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -111,6 +111,42 @@ async def get_status(invite: Invite) -> CoordinatorToPeerStatus:
     """Fetch the run's status once. Raises the errors of a join, and ``WireError`` for a held-out figure that nobody has
     signed."""
     async with observe(invite) as client:
-        status = await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
-        check_evaluations(status.evaluation, client.run_file.hash)
-        return status
+        return await _ask_status(client)
+
+
+async def _ask_status(client: CoordinatorClient) -> CoordinatorToPeerStatus:
+    status = await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
+    check_evaluations(status.evaluation, client.run_file.hash)
+    return status
+
+
+_LOAD = 20.0
+"""An answer's time, so many times over, passes before the next one is asked for: a big run is looked at less often."""
+
+
+def pause_s(every_s: float, took_s: float) -> float:
+    """Time until the status is asked for again, after an answer that took ``took_s``."""
+    return max(every_s, _LOAD * took_s)
+
+
+async def follow_status(
+    invite: Invite, every_s: float, take: Callable[[CoordinatorToPeerStatus | LinkError], None]
+) -> None:
+    """Call ``take`` with the run's status again and again, and with the error while the coordinator is away.
+
+    One membership as an observer serves all looks. Raises the errors that waiting does not mend, and those of
+    ``take``."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        try:
+            async with observe(invite) as client:
+                while True:
+                    asked_s = clock()
+                    found = await _ask_status(client)
+                    take(found)
+                    await asyncio.sleep(pause_s(every_s, clock() - asked_s))
+        except FINAL_ERRORS:
+            raise
+        except LinkError as error:
+            take(error)
+            await asyncio.sleep(every_s)

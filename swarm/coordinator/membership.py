@@ -55,6 +55,7 @@ _TOLD_TROUBLES = 64
 
 _LONGEST_WALL = 300
 _NO_WALLS: Mapping[str, str] = MappingProxyType({})
+_NO_SPEEDS: Mapping[str, float] = MappingProxyType({})
 
 _REMEMBERED_STRANGERS = 256
 """Departed members without a trace in the run; of many more, those that joined first are forgotten."""
@@ -512,10 +513,15 @@ class Membership:
         return self._remember(("walls",), lambda: walls(self.trainers(), group_size))
 
     def status(
-        self, anchor_version: int, digest: bytes | None, current_round: int = 0, walls: Mapping[str, str] = _NO_WALLS
+        self,
+        anchor_version: int,
+        digest: bytes | None,
+        current_round: int = 0,
+        walls: Mapping[str, str] = _NO_WALLS,
+        steady_tokens_per_s: Mapping[str, float] = _NO_SPEEDS,
     ) -> tuple[MemberStatus, ...]:
         """Return the members for a status, live ones first, as many as a message has room for. ``walls``: why some of
-        them cannot take part."""
+        them cannot take part; ``steady_tokens_per_s``: speed over whole rounds, of those that have one."""
         synced = self.synced(anchor_version, digest)
         total = sum(member.tokens_committed for member in self.members.values())
         credit = self.credit_shares()
@@ -535,6 +541,7 @@ class Membership:
                 relayed=bool(member.entry.relays),
                 paths=member.paths[:MAX_TOLD_PATHS],
                 tokens_per_s=member.tokens_per_s,
+                steady_tokens_per_s=steady_tokens_per_s.get(peer, 0.0) if member.alive else 0.0,
                 tokens_committed=member.tokens_committed,
                 share=member.tokens_committed / total if total else 0.0,
                 credit=credit.get(peer, 0.0),

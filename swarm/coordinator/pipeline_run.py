@@ -16,7 +16,7 @@ from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger
 from shoal.swarm.coordinator.model_check import check_same_tokens
 from shoal.swarm.coordinator.placement import PipelineViews, PlacementRequest, believed, cost_of
 from shoal.swarm.coordinator.reachability import WHAT_HELPS, can_be_dialed, can_meet, is_limited, say_apart
-from shoal.swarm.coordinator.round_scope import RoundScope, Sign
+from shoal.swarm.coordinator.round_scope import RoundScope, Sign, ToldOutlook
 from shoal.swarm.coordinator.round_timing import TimingHistory
 from shoal.swarm.coordinator.stage import Stage
 from shoal.swarm.coordinator.stall_detector import StallDetector
@@ -82,6 +82,7 @@ class PipelineRun:
         """Reason why there is no plan, in the planner's words."""
         self.timings = TimingHistory()
         self._sign = sign
+        self._told_outlook = ToldOutlook()
         self._views = PipelineViews(run)
         self._is_plan_due = True
         self._may_rebalance = False
@@ -342,6 +343,7 @@ class PipelineRun:
             pipeline=self.pipeline_view() if not self._knows_spans(peer) else None,
             wall=self.walls().get(peer, ""),
             amendments=self.settings.made,
+            waits_for=self._told_outlook.take(now_s, self.say_outlook, 2 * self.deadlines.heartbeat_s),
         )
 
     def _knows_spans(self, peer: str) -> bool:

@@ -103,10 +103,11 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReport,
 )
 from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK, PinnedLayer
+from shoal.swarm.protocol.progress import RunProgress, progress_of
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, StateAgreement, Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.statements import PlanStatement, RoundName, plan_digest
-from shoal.swarm.protocol.types import DivergenceWord, TensorSpec
+from shoal.swarm.protocol.types import MAX_RATE, DivergenceWord, TensorSpec
 from shoal.swarm.protocol.verdict_chain import agreement_bytes, chain_hash, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract, to_wire
 
@@ -120,6 +121,10 @@ EXACT_MEMBERS = 64
 """Number of members up to which the sum is never cached."""
 
 COUNTED_S = 0.25
+_MOST_OUTLOOK = 2000
+_LATEST_ROUNDS = 8
+"""Rounds from which the speed of a run is told: enough to be steady, few enough to follow joins."""
+
 """Largest age of a cached sum in larger swarms."""
 
 
@@ -137,6 +142,24 @@ class CachedSum:
         if members <= EXACT_MEMBERS or not is_fresh:
             self.count, self.counted_s, self.round = count(), now_s, round_number
         return self.count
+
+
+@dataclass
+class ToldOutlook:
+    """What a run waits for, in words, as every member's view has it: kept for a moment, and told only once it lasts.
+
+    After each round it takes members some moments to say that they hold the new state, which is nothing to tell."""
+
+    words: str = ""
+    made_s: float = -math.inf
+    since_s: float | None = None
+
+    def take(self, now_s: float, say: Callable[[], str], quiet_s: float) -> str:
+        """Return ``say()``, or what it said a moment ago, once there was something to say for ``quiet_s``."""
+        if not self.made_s <= now_s < self.made_s + COUNTED_S:
+            self.words, self.made_s = say()[:_MOST_OUTLOOK], now_s
+            self.since_s = None if not self.words else now_s if self.since_s is None else self.since_s
+        return self.words if self.since_s is not None and now_s - self.since_s >= quiet_s else ""
 
 
 class RoundScope:
@@ -207,6 +230,7 @@ class RoundScope:
         self._punctuality = Punctuality()
         self._outage = Outage(self.deadlines)
         self._outlook: PossibleRollback | None = None
+        self._told_outlook = ToldOutlook()
         self._asked_for_kept_s: float | None = None
 
     @property
@@ -592,6 +616,9 @@ class RoundScope:
             roster=roster,
             roster_delta=delta,
             amendments=self.settings.made,
+            waits_for=self._told_outlook.take(now_s, self.say_outlook, 2 * self.deadlines.heartbeat_s)
+            if self.stage is None
+            else "",
         )
 
     def _plan_signature(self) -> bytes:
@@ -645,7 +672,32 @@ class RoundScope:
 
     def elapsed_s(self, now_s: float) -> float:
         """Return how long the run has lasted, without the time that the coordinator was away."""
-        return max(0.0, self.elapsed_before_s + now_s - self.started_s)
+        # The round that would come next begins at the run's end.
+        until_s = max(self.started_s, self.round.opened_s) if self.has_ended else now_s
+        return max(0.0, self.elapsed_before_s + until_s - self.started_s)
+
+    def _steady_tokens_per_s(self) -> dict[str, float]:
+        """Speed by member over the wall time of the newest round that it took part in, the time between steps included.
+
+        The duration of the run's first round is unknown."""
+        rounds, speeds = self.history.rounds, dict[str, float]()
+        for peer, member in self.membership.members.items():
+            version = member.worked_version
+            if version is not None and 0 <= version < len(rounds) and rounds[version].took_s > 0.0:
+                speeds[peer] = min(member.last_tokens / rounds[version].took_s, MAX_RATE)
+        return speeds
+
+    def _progress(self, now_s: float) -> RunProgress:
+        latest = [one for one in self.history.rounds[-_LATEST_ROUNDS:] if one.took_s > 0.0]
+        took_s = sum(one.took_s for one in latest)
+        return progress_of(
+            self.run.run,
+            self.run.round.tokens,
+            tokens=self.tokens_committed,
+            rounds=self.rounds_committed,
+            elapsed_s=self.elapsed_s(now_s),
+            tokens_per_s=0.0 if self.has_ended or not took_s else sum(one.tokens for one in latest) / took_s,
+        )
 
     def _must_resync(self, member: Member) -> bool:
         """Whether a member holds another state than this version's, or a version that was undone."""
@@ -986,8 +1038,12 @@ class RoundScope:
             evaluation=self.evaluations.status(self.run.evaluation.validators),
             stopping=self.stopping,
             coverage=coverage_of(self.leases, samples) if samples else (),
-            members=self.membership.status(self.anchor_version, self.agreed_digest, self.round.number, self.walls()),
+            members=self.membership.status(
+                self.anchor_version, self.agreed_digest, self.round.number, self.walls(), self._steady_tokens_per_s()
+            ),
             amendments=self.settings.made,
+            progress=self._progress(now_s),
+            round_tokens=self.run.round.tokens,
             timing=self.timings.newest,
             utilisation=self.timings.utilisation,
             goodput=self.timings.goodput,

@@ -14,6 +14,7 @@ from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.protocol.evaluations import EvaluationStatus, SignedEvaluation
 from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.paths import Plane, RelayPass, SignedRelay
+from shoal.swarm.protocol.progress import RunProgress
 from shoal.swarm.protocol.rounds import MadeChunks, RunView, Verdict
 from shoal.swarm.protocol.timing import MAX_TIMINGS, MemberTimes, RoundTiming
 from shoal.swarm.protocol.types import (
@@ -520,7 +521,8 @@ class CoordinatorToPeerStatus(Message):
     now. ``timing``: where the time of the last round went, and for whom the others waited in it. ``utilisation``:
     share of the members' time spent in compute over the last rounds, by their own words; ``goodput``: of the tokens
     trained since the coordinator's start, the share in committed rounds; None while nothing is known.
-    ``journal``: why the coordinator's journal takes no writes at the moment, otherwise empty."""
+    ``journal``: why the coordinator's journal takes no writes at the moment, otherwise empty. ``progress``: how far the
+    run is of its end; ``round_tokens``: target of a round."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -550,6 +552,8 @@ class CoordinatorToPeerStatus(Message):
     timing: RoundTiming | None = None
     utilisation: Annotated[float, Field(ge=0, le=1)] | None = None
     goodput: Annotated[float, Field(ge=0, le=1)] | None = None
+    progress: RunProgress = RunProgress()
+    round_tokens: Count = 0
 
 
 # Host to its coordinator --------------------------------------------------------------------------------

@@ -244,7 +244,8 @@ class RunView(Record):
     ``wants_kept``: the run is about to go back behind a wrong mean, so members that hold a state also report those that
     they keep. ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``wall``: why
     this member cannot take part, as it can meet none of those that it would have to; otherwise empty. ``pipeline``: in
-    the run's own scope, once stages are planned. ``amendments``: those in force, and those to come."""
+    the run's own scope, once stages are planned. ``amendments``: those in force, and those to come. ``waits_for``: what
+    the whole run waits for, in a sentence, otherwise empty."""
 
     epoch: Count
     sequence: Count
@@ -273,3 +274,4 @@ class RunView(Record):
     wall: Text = ""
     pipeline: PipelineView | None = None
     amendments: Amendments = ()
+    waits_for: Text = ""

@@ -473,7 +473,9 @@ class MemberStatus(Record):
     count, for that, or as the run was rolled back behind rounds that it may have spoilt. ``relayed``: whether others
     reach it over a relay, where it is not ``reachable``; ``paths``: some of those over which it is connected to others.
     ``wall``: why it cannot take part, as it can meet none of those that it would have to; otherwise empty. ``times``:
-    what its training thread did in the last round that it reported, by its own word."""
+    what its training thread did in the last round that it reported, by its own word. ``tokens_per_s``: speed of its
+    steps; ``steady_tokens_per_s``: tokens of the newest round that it took part in over that round's wall time, 0
+    before the first one."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -485,6 +487,7 @@ class MemberStatus(Record):
     relayed: bool = False
     paths: Annotated[tuple[PathReport, ...], Field(max_length=MAX_TOLD_PATHS)] = ()
     tokens_per_s: Rate
+    steady_tokens_per_s: Rate = 0.0
     tokens_committed: Count
     share: Annotated[float, Field(ge=0, le=1)]
     credit: Annotated[float, Field(ge=0, le=1)]

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from shoal.peer.session import Session
 from shoal.peer.terminal import reporter as progress
+from shoal.peer.terminal.bars import amount_text, sparkline
 from shoal.peer.terminal.events import count_text, duration_text, sentence
 from shoal.peer.terminal.reporter import (
     JsonLines,
@@ -22,7 +23,7 @@ from shoal.peer.terminal.reporter import (
     status_table,
 )
 from shoal.peer.terminal.snapshot import Snapshot
-from shoal.peer.terminal.views import session_panel, sparkline, status_line
+from shoal.peer.terminal.views import session_panel, status_line
 from shoal.swarm.errors import StorageError, Unreachable
 from shoal.swarm.protocol.json_values import status_json
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
@@ -183,6 +184,8 @@ def test_what_was_fetched_is_told_in_words() -> None:
 
 def test_numbers_for_people() -> None:
     assert [count_text(number) for number in (0.4, 999, 61_440, 1_230_000)] == ["0", "999", "61.4k", "1.2M"]
+    amounts = (0.4, 999, 4_050_000, 20_000_000, 61_440, 999_700)
+    assert [amount_text(number) for number in amounts] == ["0", "999", "4.05M", "20M", "61.4k", "1000k"]
     assert [duration_text(seconds) for seconds in (0.2, 59.4, 185, 7385)] == ["0 s", "59 s", "0:03:05", "2:03:05"]
     assert sparkline([3, 2, 1], 2) == "█▁"
     assert sparkline([1, 1], 5) == "▁▁"
@@ -249,7 +252,7 @@ def test_live_view_of_a_session() -> None:
         "round 8",
         "12.3 MB",
         "4.5 kB",
-        "43.0k / 61.4k",
+        "43k of 61.4k tokens",
         "closes in 2 s",
         "the coordinator is away",
     ):
@@ -384,7 +387,7 @@ def test_status_says_how_members_are_met_that_nobody_can_dial() -> None:
     console = terminal(160)
     console.print(status_table(make_status().model_copy(update={"members": members})))
     shown = output(console)
-    assert [words in shown for words in ("(unreachable)", "(relayed)", "(2 punched, 1 relayed)")] == [True] * 3
+    assert [words in shown for words in ("unreachable", "relayed", "2 punched, 1 relayed")] == [True] * 3
 
 
 def test_status_of_an_empty_run() -> None:

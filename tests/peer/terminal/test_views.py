@@ -164,7 +164,7 @@ def test_members_stand_with_their_stages_and_without_a_loss() -> None:
     shown.print(status_table(staged_status()))
     lines = shown.export_text().splitlines()
     head = next(line for line in lines if line.lstrip().startswith("peer"))
-    assert head.split() == ["peer", "device", "doing", "stage", "tok/s", "share", "credit", "sent", "recv", "sync"]
+    assert head.split() == ["peer", "device", "reach", "tok/s", "share", "stage", "sent"]
     alive, gone = (next(line for line in lines if line.lstrip().startswith(name)) for name in ("a-ra", "orca"))
     assert "0–1" in alive
     assert "0–1" not in gone

@@ -969,6 +969,44 @@ def test_what_the_status_says() -> None:
     assert status.elapsed_s == world.scope.elapsed_s(world.now_s)
 
 
+def test_the_status_says_how_far_the_run_is_and_how_fast_over_wall_time() -> None:
+    world = World(run_file("virtual_batch", run_rounds=4), 2)
+    assert world.scope.status(world.now_s).progress.tokens_per_s == 0.0
+    for _ in range(3):
+        until(world, "averaging")
+        until(world, "training")
+    status = world.scope.status(world.now_s)
+    took_s = world.verdicts[-1].verdict.ended_s - world.verdicts[-2].verdict.ended_s
+    assert status.progress.share == 0.75
+    assert status.progress.tokens_per_s == pytest.approx(world.verdicts[-1].verdict.tokens / took_s, rel=0.3)
+    assert status.progress.left_s == pytest.approx(status.round_tokens / status.progress.tokens_per_s)
+    speeds = [one.steady_tokens_per_s for one in status.members]
+    assert sum(speeds) == pytest.approx(world.verdicts[-1].verdict.tokens / took_s)
+
+
+def test_the_status_of_an_ended_run_stands_still() -> None:
+    world = World(run_file("virtual_batch", run_rounds=1), 2)
+    until(world, "ended")
+    before = world.scope.status(world.now_s)
+    world.now_s += 500.0
+    after = world.scope.status(world.now_s)
+    assert after.elapsed_s == before.elapsed_s > 0.0
+    assert (after.progress.share, after.progress.left_s, after.progress.tokens_per_s) == (1.0, None, 0.0)
+
+
+def test_members_are_told_what_the_run_waits_for() -> None:
+    world = World(run_file("virtual_batch"), 2)
+    until(world, "averaging")
+    until(world, "training")
+    assert world.view(world.workers[0]).waits_for == ""
+    first, second = world.workers[:2]
+    for worker in (first, second):
+        world.beat(worker, anchor_version=None, state_digest=None)
+    assert world.view(first).waits_for == "", "that may pass by itself"
+    world.now_s += 2 * world.scope.deadlines.heartbeat_s
+    assert "nobody here holds version 1" in world.view(first).waits_for
+
+
 def test_the_status_says_why_somebody_left_until_it_comes_back() -> None:
     world = World(run_file(), 3)
     until(world, "training", 3)
