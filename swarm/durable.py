@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO, Any
-
-from filelock import FileLock, Timeout
+from typing import IO, TYPE_CHECKING, Any
 
 from shoal.swarm.errors import FolderInUse
 from shoal.swarm.system import flags, set_mode
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 _sync_data = getattr(os, "fdatasync", os.fsync)
 
@@ -78,6 +79,8 @@ def lock_folder(folder: Path) -> FileLock:
 
     Raises ``FolderInUse`` when another process holds the lock, and ``OSError``."""
     folder.mkdir(parents=True, exist_ok=True)
+    from filelock import FileLock, Timeout  # slow to import, and few commands lock anything
+
     lock = FileLock(folder / "lock", blocking=False, thread_local=False)
     try:
         lock.acquire()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -47,6 +46,8 @@ _MANY_FILES = 2**20
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine as ``asyncio.run`` does, on a loop that can watch sockets: Windows' usual one cannot."""
+    import asyncio  # slow to import, and help and wrong arguments need none
+
     if sys.platform != "win32":
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
@@ -55,6 +56,8 @@ def run_loop(main: Coroutine[Any, Any, T]) -> T:
 
 def call_on_signals(stop: Callable[[], object]) -> None:
     """Call ``stop`` on the running loop when SIGINT or SIGTERM asks this process to end. For the main thread."""
+    import asyncio
+
     loop = asyncio.get_running_loop()
 
     def ask(number: int, frame: FrameType | None) -> None:

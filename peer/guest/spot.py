@@ -6,7 +6,6 @@ answers there can make this peer leave its run, and nothing more, so it is asked
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import threading
@@ -52,6 +51,8 @@ class MetadataService:
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> tuple[int, bytes]:
         """Return status and body of an answer. Raises ``OSError``, ``HTTPException`` and ``ValueError``."""
+        import http.client  # slow to import, and most machines are no spot machines
+
         connection = http.client.HTTPConnection(*self._address, timeout=_WITHIN_S)
         try:
             connection.request(method, path, headers=dict(headers))
@@ -81,9 +82,11 @@ class SpotNotices:
         """Return what the provider is about to do with this machine, in a few words; empty if nothing.
 
         A service that does not answer, or not as it should, is told once, and counts as nothing."""
+        from http.client import HTTPException
+
         try:
             found = self._look()
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             trouble = str(error) or type(error).__name__
             if trouble != self._trouble:
                 self._trouble = trouble

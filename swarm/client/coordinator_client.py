@@ -73,6 +73,7 @@ from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.paths.relay_paths import RelayPaths
+from shoal.swarm.transport.tcp.diagnosis import unknown_name, why_silent
 from shoal.swarm.transport.tcp.sockets import SILENCE_S, all_addresses
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,12 @@ M = TypeVar("M", bound=Message)
 
 HEAD_START_S = 1.0
 """Time between the first attempts at two addresses. Attempts continue in parallel, so no address is given up."""
+
+_LOOK_AFTER_S = 1.0
+"""Time after which a coordinator that has not connected yet is looked at, to say why."""
+
+_TRYING_AFTER_S = 2.0
+"""Time after which somebody who waits is told that it is being tried."""
 
 _FIRST_ANSWER_S = 3.0
 """Time for an answer of a connected coordinator while there are other addresses. It doubles whenever all addresses have
@@ -107,6 +114,7 @@ class CoordinatorConnector:
         ]
         self._at = self._addresses[0]
         self._is_silent = False
+        self._has_met = False
         self._failures = 0
 
     async def request(self, message: Message, reply: type[M], limit_s: float, scope: int = 0) -> M:
@@ -169,7 +177,7 @@ class CoordinatorConnector:
             return self.channel
         if len(self._addresses) == 1:
             self.channel = self._dial(self._at)
-            await self.channel.connected(limit_s)
+            await self._connected(self.channel, self._at, limit_s)
             return self.channel
         troubles: dict[Address, LinkError] = {}
         async with task_scope() as tasks:
@@ -194,10 +202,52 @@ class CoordinatorConnector:
         await asyncio.sleep(after_s)
         try:
             channel = self._dial(address)
-            await channel.connected(limit_s)
+            await self._connected(channel, address, limit_s)
         except LinkError as error:
             return address, error
         return address, channel
+
+    async def _connected(self, channel: Channel, address: Address, limit_s: float) -> None:
+        """As ``channel.connected``; before the first contact with a coordinator, an error says what is wrong there.
+
+        Raises ``Unreachable`` at once where waiting is in vain: for an unknown name, and where another kind of server
+        answers."""
+        if self._has_met or address.is_relayed:
+            await channel.connected(limit_s)
+            return
+        if told := await unknown_name(address.host, limit_s):
+            raise Unreachable(told)
+        connecting = asyncio.ensure_future(channel.connected(limit_s))
+        looking = asyncio.ensure_future(self._look(address, limit_s))
+        try:
+            await asyncio.wait((connecting, looking), return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done() and (found := looking.result())[1]:
+                raise Unreachable(found[0])
+            try:
+                await connecting
+            except Unreachable as error:
+                raise Unreachable(looking.result()[0] if looking.done() else str(error)) from error
+        finally:
+            for one in (connecting, looking):
+                one.cancel()
+            await asyncio.wait((connecting, looking))
+        self._has_met = True
+
+    async def _look(self, address: Address, limit_s: float) -> tuple[str, bool]:
+        """Find out why there is no connection yet, if it takes long, as ``why_silent``; say that it is being tried."""
+        await asyncio.sleep(_LOOK_AFTER_S)
+        asking = asyncio.ensure_future(
+            why_silent(address.host, address.control_port, max(1.0, limit_s - 2 * _LOOK_AFTER_S))
+        )
+        try:
+            await asyncio.wait((asking,), timeout=_TRYING_AFTER_S - _LOOK_AFTER_S)
+            if not asking.done():
+                log.warning("trying %s …", address)
+            elif not asking.result()[1]:
+                log.warning("trying %s …: %s", address, asking.result()[0])
+            return await asking
+        finally:
+            asking.cancel()
 
     def _use(self, address: Address, channel: Channel) -> None:
         if self.channel is not None and address != self._at:

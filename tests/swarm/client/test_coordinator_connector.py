@@ -209,6 +209,31 @@ def test_errors_name_all_addresses_that_were_tried() -> None:
     assert "the key that was expected" in str(mixed)
 
 
+def test_a_name_that_nobody_has_is_said_at_once_and_another_server_soon() -> None:
+    async def ask(host: str, port: int) -> str:
+        async with strangers(1) as (caller,):
+            address = Address(host=host, control_port=port)
+            invite = Invite((address,), "run", CurveKeys.fresh().public, bytes(32))
+            connector = CoordinatorConnector(caller.node.control, caller.node.relays, invite)
+            with pytest.raises(Unreachable) as refused:
+                async with asyncio.timeout(10.0):  # far less than the time for a connection
+                    await connector.request_anywhere(PeerToPeerPing(), PeerToPeerPong, 60.0, 60.0)
+            return str(refused.value)
+
+    async def ssh(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9\r\n")
+        await reader.read()
+        writer.close()
+
+    async def main() -> tuple[str, str]:
+        async with await asyncio.start_server(ssh, HOST, 0) as server:
+            return await ask("nobody.invalid", 7707), await ask(HOST, server.sockets[0].getsockname()[1])
+
+    unknown, other = asyncio.run(main())
+    assert "no machine is known by the name 'nobody.invalid'" in unknown
+    assert "an SSH server answers" in other
+
+
 def test_one_address_fails_as_it_always_did() -> None:
     assert type(trouble("nobody")) is Unreachable
     assert type(trouble("stranger")) is WrongKey
