@@ -23,13 +23,15 @@ from torch.nn import functional as F
 
 from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes import check_settings
+from shoal.peer.recipes.evaluation import EvaluationFigures, EvaluationRequest, SourceFigure
 from shoal.peer.training.layers import Layered, Maker, StageModel, layered_from_makers
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.run_file import DataSection
 
 NAME = "shapes"
 SIZE = 16
-KINDS = 4
+NAMES = ("squares", "discs", "crosses", "bars")
+KINDS = len(NAMES)
 TRAINING, HELD_OUT = 60_000, 1_024
 
 
@@ -132,15 +134,28 @@ class ShapesRecipe:
     def loss_of(self, output: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(output.float(), targets)
 
-    @torch.no_grad()
     def held_out_loss(self, model: nn.Module, device: torch.device | str, max_samples: int = 256) -> float:
-        batch = self._held_out.batch(range(min(max(1, max_samples), HELD_OUT))).to(device)
+        return self.evaluate(model, device, EvaluationRequest(max_samples)).loss
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, device: torch.device | str, request: EvaluationRequest) -> EvaluationFigures:
+        """Loss, share of the shapes that are told rightly, and the loss by kind."""
+        count = min(max(1, request.samples), HELD_OUT)
+        batch = self._held_out.batch(range(count)).to(device)
         was_training = model.training
         model.eval()
         try:
-            return float(self.loss(model, batch))
+            output, kinds = model(self.input_of(batch)), self.targets_of(batch)
         finally:
             model.train(was_training)
+        losses = F.cross_entropy(output.float(), kinds, reduction="none")
+        by_kind = [(name, losses[kinds == kind]) for kind, name in enumerate(NAMES)]
+        return EvaluationFigures(
+            loss=float(losses.mean()),
+            samples=count,
+            accuracy=float((output.argmax(dim=1) == kinds).float().mean()),
+            sources=tuple(SourceFigure(name, float(one.mean()), len(one)) for name, one in by_kind if len(one)),
+        )
 
     def config(self) -> dict[str, Any]:
         return {"name": NAME, "settings": self.settings.model_dump(mode="json")}

@@ -11,7 +11,7 @@ import time
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 from rich import box
@@ -338,27 +338,37 @@ def ask_host(folder: Path, keys: Path | None, command: HostCommand, reply: type[
 # Records --------------------------------------------------------------------------------------------------------
 
 
-def show_records(source: str, keys: Path, *, as_json: bool, only_scores: bool = False) -> None:
-    """Show and check who came and went, and what the host decided on that. ``only_scores``: show what validators found
-    of the members' work instead, whose signatures are checked, too. ``source``: the run's name, its folder on
-    this machine, or an invite to a run whose host's keys are in the file ``keys``.
+RecordsShown = Literal["members", "scores", "evaluations"]
+
+
+def show_records(source: str, keys: Path, which: RecordsShown, *, as_json: bool) -> None:
+    """Show and check who came and went, and what the host decided on that, or what validators found of the members'
+    work or of the model, whose signatures are checked, too. ``source``: the run's name, its folder on this machine, or
+    an invite to a run whose host's keys are in the file ``keys``.
 
     Raises ``StateFileError`` for a broken chain, after printing what comes before the break."""
     import json
 
     _, checked, broken = checked_records(source, keys)
-    shown = [one for one in checked if (one.score is not None) == only_scores]
+    shown = [one for one in checked if _kind_of(one) == which]
     if as_json:
         from shoal.swarm.protocol.json_values import jsonable
 
         for record in shown:
             print(json.dumps(jsonable(record.model_dump()) | {"signature_ok": True}))
     else:
-        console.print(scores_table(shown) if only_scores else records_table(shown))
+        make = {"members": records_table, "scores": scores_table, "evaluations": evaluations_table}[which]
+        console.print(make(shown))
         if checked:
             console.print(Text(f"{len(checked)} records: all hashes, links and signatures are right.", style="dim"))
     if broken:
         raise StateFileError(f"the chain of access records is broken: {broken}")
+
+
+def _kind_of(record: AccessRecord) -> RecordsShown:
+    if record.score is not None:
+        return "scores"
+    return "evaluations" if record.kind in ("evaluated", "stops") else "members"
 
 
 def checked_records(source: str, keys: Path) -> tuple[bytes, list[AccessRecord], str]:
@@ -375,6 +385,8 @@ def checked_records(source: str, keys: Path) -> tuple[bytes, list[AccessRecord],
             check.add(record)
             if record.score is not None and not record.score.is_signed:
                 raise WireError(f"the score in record {record.number} is not signed by its validator")
+            if record.evaluation is not None and not record.evaluation.is_signed(run_hash):
+                raise WireError(f"the evaluation in record {record.number} is not signed by its validator")
         except WireError as error:
             return host_key, checked, str(error)
         checked.append(record)
@@ -446,6 +458,23 @@ def scores_table(records: list[AccessRecord]) -> Table:
         gains = [f"{gain.mean:+.5f} ± {gain.error:.5f}" if gain else "–" for gain in (score.on_random, score.on_leased)]
         found = score.finding + (f" from {score.copied_from}" if score.copied_from else "")
         table.add_row(when(one.at_s), str(score.round), score.peer, found, *gains, peer_id(one.score.validator_key))
+    return table
+
+
+def evaluations_table(records: list[AccessRecord]) -> Table:
+    """Make the table of validators' evaluations of the model, and of what ended the run by them, oldest first."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for name in ("when (UTC)", "version", "held-out loss", "accuracy", "samples"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("validator", overflow="fold")
+    for one in records:
+        if one.evaluation is None:
+            table.add_row(when(one.at_s), "", "", "", "", _plain(f"the run ends with round {one.round}: {one.text}"))
+            continue
+        found = one.evaluation.evaluation
+        loss = "no number" if found.loss is None else f"{found.loss:.4f}"
+        accuracy = "–" if found.accuracy is None else f"{found.accuracy:.1%}"
+        table.add_row(when(one.at_s), str(found.version), loss, accuracy, str(found.samples), one.evaluation.validator)
     return table
 
 

@@ -203,6 +203,8 @@ def _end(run: RunFile) -> str:
         number_of(section.rounds, "round") if section.rounds else "",
         f"{section.max_s / 3600:.3g} hours" if section.max_s else "",
     ]
+    if section.stop_when is not None:
+        ends.append("its held-out loss says so")
     words = " or ".join(one for one in ends if one)
     return f"until {words}" if words else "until the host ends it"
 

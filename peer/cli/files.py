@@ -63,6 +63,10 @@ def log_command(
         bool,
         typer.Option("--scores", help="For hosts: what validators found of the members' work."),
     ] = False,
+    evaluations: Annotated[
+        bool,
+        typer.Option("--evaluations", help="For hosts: what validators measured of the model on held-out data."),
+    ] = False,
     audit: Annotated[
         bool,
         typer.Option("--audit", help="For hosts: who was expelled for a wrong mean, and by which evidence."),
@@ -73,11 +77,12 @@ def log_command(
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Show a run's history: the verdict of each round. Hashes and signatures are checked from the first round on."""
-    if members or scores:
-        from shoal.peer.cli.access import show_records
+    if members or scores or evaluations:
+        from shoal.peer.cli.access import RecordsShown, show_records
         from shoal.swarm.protocol.invite import invite_text
 
-        show_records(invite_text(run), identity, as_json=as_json, only_scores=scores)
+        which: RecordsShown = "scores" if scores else "evaluations" if evaluations else "members"
+        show_records(invite_text(run), identity, which, as_json=as_json)
         return
     if check and not audit:
         raise UserError("--check is for --audit")

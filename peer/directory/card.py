@@ -19,6 +19,7 @@ from pydantic import StringConstraints, ValidationError
 from shoal.peer.checkpoints.manifest import Hex32, Hex64, canonical_json
 from shoal.swarm.errors import DirectoryError, InviteError, NotAdmitted
 from shoal.swarm.memory_account import account_of, checkpoint_values, round_values
+from shoal.swarm.protocol.evaluations import newest_used
 from shoal.swarm.protocol.identity import CurveKeys, Identity, key_text, verify_certificate, verify_signature
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import PROTOCOL_VERSION, CoordinatorToPeerStatus
@@ -55,7 +56,8 @@ class Needs(Record):
 class RunCard(CardSection):
     """Content of a card. ``python``: of the host, on which data of the standard library depends; ``data``: the run
     file's ``data.source``; ``parameters``: None while the model is not known; ``round``, ``tokens``: committed so far,
-    of ``of_rounds`` and ``of_tokens`` if the run ends there; ``invite``: empty unless everybody may join."""
+    of ``of_rounds`` and ``of_tokens`` if the run ends there; ``held_out_loss``: of the newest version that validators
+    evaluated, ``held_out_agreed``: two or more have measured it; ``invite``: empty unless everybody may join."""
 
     format: Literal[1] = 1
     run: RunName
@@ -74,6 +76,9 @@ class RunCard(CardSection):
     tokens: Count
     of_tokens: Count | None
     loss: Loss | None
+    held_out_loss: Loss | None = None
+    held_out_version: Count | None = None
+    held_out_agreed: bool = False
     members: Count
     tokens_per_s: Rate
     admission: Literal["open", "token", "list"]
@@ -175,7 +180,7 @@ class CardSource:
             elements = held = run.pins.elements
             if run.pins.layers is not None:
                 held = max(layer.elements for layer in run.pins.layers)
-        ended = status.phase == "ended"
+        ended, figure = status.phase == "ended", newest_used(status.evaluation)
         content: dict[str, Any] = {
             **run.card.model_dump(mode="json"),
             "format": 1,
@@ -195,6 +200,9 @@ class CardSource:
             "tokens": status.tokens_committed,
             "of_tokens": run.run.tokens,
             "loss": status.loss,
+            "held_out_loss": None if figure is None else figure.loss,
+            "held_out_version": None if figure is None else figure.version,
+            "held_out_agreed": figure is not None and figure.standing == "agreed",
             "members": len(alive),
             "tokens_per_s": min(round(sum(one.tokens_per_s for one in alive), 1), MAX_RATE),
             "admission": run.access.admission,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.swarm.errors import StorageError, UserError
+from shoal.swarm.protocol.evaluations import HeldOutFigure
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import TensorSpec
@@ -59,7 +60,8 @@ class Contributors:
 @dataclass(frozen=True)
 class ModelOrigin:
     """The run and the state that a model comes from. ``chain``: head of the verdict chain, of a pipeline the hash that
-    ties its stages' verdicts together; None before the first round. ``contributors``: None where nobody asked."""
+    ties its stages' verdicts together; None before the first round. ``contributors``: None where nobody asked;
+    ``held_out``: the newest figure of validators, of this version or an earlier one, where a live run told it."""
 
     run: RunFile
     version: int
@@ -68,6 +70,7 @@ class ModelOrigin:
     chain: bytes | None = None
     state_digest: str | None = None
     contributors: Contributors | None = None
+    held_out: HeldOutFigure | None = None
 
     def texts(self) -> dict[str, str]:
         """The origin in a few words that any format has room for."""
@@ -76,6 +79,8 @@ class ModelOrigin:
             "run_hash": self.run.hash.hex(),
             "anchor_version": str(self.version),
         }
+        if self.held_out is not None:
+            texts |= {"held_out_loss": f"{self.held_out.loss:.6g}", "held_out_version": str(self.held_out.version)}
         return texts if self.state_digest is None else {**texts, "state_digest": self.state_digest}
 
 

@@ -44,12 +44,18 @@ def model_card(about: ModelAbout, has_tokenizer: bool, architecture: str, precis
 
 
 def _origin_rows(origin: ModelOrigin) -> dict[str, str]:
+    held_out = {}
+    if origin.held_out is not None:
+        figure = origin.held_out
+        who = "agreed on by validators" if figure.standing == "agreed" else "measured by one validator"
+        held_out["held-out loss"] = f"{figure.loss:.4f} nats a token, of version {figure.version:,}, {who}"
     return {
         "run": _plain(origin.run.run.name),
         "run hash": f"`{origin.run.hash.hex()}`",
         "rounds": f"{origin.rounds:,}",
         "tokens": f"{origin.tokens:,}",
         "anchor version": f"{origin.version:,}",
+        **held_out,
         "head of the verdict chain": f"`{origin.chain.hex()}`" if origin.chain is not None else "none yet",
     }
 

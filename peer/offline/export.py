@@ -24,6 +24,7 @@ from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import StateFileError, UserError, WireError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus, PeerToCoordinatorGetStatus
 from shoal.swarm.protocol.rounds import RunView, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import are_all_stages
@@ -107,7 +108,10 @@ async def _live_about(live: LiveRun, views: Sequence[RunView], options: ExportOp
     if len(views) == 1 and view.state_digest is not None:
         digest = view.state_digest.hex()
     verdict = view.verdict
-    origin = ModelOrigin(live.run_file, view.anchor_version, state_digest=digest)
+    status = await live.client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
+    figures = [one for one in status.evaluation.figures if one.version <= view.anchor_version and one.loss is not None]
+    held_out = figures[-1] if figures else None
+    origin = ModelOrigin(live.run_file, view.anchor_version, state_digest=digest, held_out=held_out)
     if verdict is not None:
         found = [await fetch_verdicts(share.client, 0) for share in live.shares] if options.contributors else []
         chains = [[one for one in chain if one.round <= verdict.round] for chain in found]

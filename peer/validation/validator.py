@@ -8,7 +8,9 @@ that it does not know are scored first."""
 from __future__ import annotations
 
 import logging
+import math
 import random
+import time
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +43,9 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 """Attempts to get a contribution before it counts as withheld, and only when the next round is committed. A member that
 always says that it is busy withholds it, too."""
+
+_PATIENCES = 2.0
+"""Longest time for which the last evaluation is offered, in patiences of the run."""
 
 _ATTEMPT_SHARE = 0.25
 """Longest attempt, as a share of a round's time: a member that shows its contribution slowly on purpose takes a
@@ -160,9 +165,16 @@ class Validator:
         self._evaluator.begin(version, digest, self._anchors.newest)
 
     def _evaluate_end(self) -> None:
-        """Evaluate the version with which the run has ended, unless the session is stopped meanwhile."""
+        """Evaluate the version with which the run has ended, unless the session is stopped meanwhile.
+
+        Where members left before they could say which state that is, the evaluation is of no use: it is given up."""
+        until_s = math.inf
         with suppress(Interrupted):
             while not (self._session.is_stopping or self._member.client.coordinator_is_away):
+                if self._evaluator.is_idle and self._evaluated == self._session.anchor[0]:
+                    until_s = min(until_s, time.monotonic() + _PATIENCES * self._run.round.patience_s)
+                if time.monotonic() > until_s:
+                    return
                 self._evaluation = self._evaluator.result() or self._evaluation
                 if self._evaluation is not None:
                     self._report_evaluation(self._evaluation)

@@ -1,7 +1,8 @@
 """Trend of the training and the held-out loss: tells divergence from noise, from spikes and from a warm-up.
 
 A curve is named when the median of its newest values is above the best such median before it, by more than chance and
-by more than a share of it, and is not falling again. A median does not see a spike of fewer values than half of it."""
+by more than a share of it, while it still climbs or when it has not come back for long. A median does not see a spike
+of fewer values than half of it, and one whose peak is past is given time."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from typing import Literal
 
 TrendKind = Literal["", "diverging", "overfitting", "not finite"]
 
-_ROUNDS = 8
-"""Committed rounds of which the training loss's median is taken: it sees no spike of three, and what lasts for five."""
+_ROUNDS, _MANY_ROUNDS = 12, 32
+"""Committed rounds of which the training loss's median is taken. The first sees no spike of five rounds; the second a
+slow rise in noisy losses, later."""
 
 _EVALUATIONS = 3
 """The same for held-out losses. They are few, and of the same samples each time."""
@@ -26,10 +28,11 @@ _LOOKED_AT = 512
 _RISE = 0.05
 """Share of the best level by which the training loss is above it: of a loss of 3, 0.15 nats."""
 
-_HELD_OUT_RISE = 0.02
+_BEYOND_CHANCE = 6.0
+"""Standard errors of a median by which a level is above the best one, too, which is the best of many."""
 
-_BEYOND_CHANCE = 4.0
-"""Standard errors of the median by which a level is above the best one, too."""
+_HELD_OUT_RISE, _HELD_OUT_BEYOND_CHANCE = 0.02, 3.0
+"""The same for held-out losses: less of them is chance, and there are fewer."""
 
 _SILENT_ROUNDS = 2
 """Newest rounds without any finite loss, after rounds that had one, until that is named."""
@@ -68,18 +71,19 @@ def trend_of(training: Sequence[float | None], held_out: Sequence[tuple[int, flo
     if known and len(training) > _SILENT_ROUNDS and all(loss is None for loss in training[-_SILENT_ROUNDS:]):
         words = f"no member had a finite loss in the last {_SILENT_ROUNDS} rounds"
         return Trend("not finite", f"training has diverged: {words}. To do: {_ADVICE}")
-    rise = _rise_of(known, _ROUNDS, _RISE)
+    rule = _RISE, _BEYOND_CHANCE
+    rise = _rise_of(known, _ROUNDS, *rule) or _rise_of(known, _MANY_ROUNDS, *rule)
     if rise is not None:
         words = f"the training loss has risen to {rise.level:.4g} from {rise.best:.4g}, and not in a single round"
         return Trend("diverging", f"training diverges: {words}. To do: {_ADVICE}")
     figures = [(version, loss) for version, loss in held_out if loss is not None]
-    rise = _rise_of([loss for _, loss in figures], _EVALUATIONS, _HELD_OUT_RISE)
+    rise = _rise_of([loss for _, loss in figures], _EVALUATIONS, _HELD_OUT_RISE, _HELD_OUT_BEYOND_CHANCE)
     if rise is None:
         return Trend()
     words = (
         f"the held-out loss has risen to {rise.level:.4g}, from {rise.best:.4g} up to version {figures[rise.since][0]}"
     )
-    if _is_falling(known):
+    if _has_fallen_since(training, figures[rise.since][0]):
         return Trend(
             "overfitting",
             f"{words}, while the training loss falls: the model learns its samples by heart. To do: take an earlier "
@@ -88,20 +92,29 @@ def trend_of(training: Sequence[float | None], held_out: Sequence[tuple[int, flo
     return Trend("diverging", f"training diverges: {words}. To do: {_ADVICE}")
 
 
-def _rise_of(losses: Sequence[float], window: int, share: float) -> _Rise | None:
-    """Return how far a curve is above its best level and still there; None where it is not, or is too short."""
+def _rise_of(losses: Sequence[float], window: int, share: float, errors: float) -> _Rise | None:
+    """Return how far a curve is above its best level; None where it is not, is about to recover, or is too short.
+
+    A curve that is above it is named once it still climbs, and stays so until it is back; one whose peak is past gets
+    one and a half windows to come back by itself. ``share``, ``errors``: by which it is above, of the best level and
+    of its chance."""
     if len(losses) < 2 * window:
         return None
-    levels = [median(losses[at - window : at]) for at in range(window, len(losses) + 1)]
-    level = levels[-1]
-    earlier = levels[:-window]  # windows that have no value in common with the newest one
-    best = min(earlier)
-    least = max(share * max(abs(best), 0.1), _BEYOND_CHANCE * _error_of_median(losses, window))
-    half = (window + 1) // 2
-    is_falling = median(losses[-half:]) < min(level, median(losses[-window:-half] or losses[-window:]))
-    if level <= best + least or (is_falling and losses[-1] < level):
-        return None
-    return _Rise(level, best, earlier.index(best) + window - 1)
+    ends, third = range(window, len(losses) + 1), window // 3
+    levels = [median(losses[end - window : end]) for end in ends]
+    recent = [median(losses[end - third : end]) for end in ends]
+    error = errors * _error_of_median(losses, window)
+    best, best_at, above, is_named = levels[0], 0, 0, False
+    for at in range(window, len(levels)):  # windows that have no value in common with the one that is looked at
+        if levels[at - window] < best:
+            best, best_at = levels[at - window], at - window
+        if levels[at] <= best + max(share * max(abs(best), 0.1), error):
+            above, is_named = 0, False
+            continue
+        above += 1
+        climbs = recent[at] >= max(recent[at - window : at])
+        is_named = is_named or climbs or 2 * above > 3 * window
+    return _Rise(levels[-1], best, best_at + window - 1) if is_named else None
 
 
 def _error_of_median(losses: Sequence[float], window: int) -> float:
@@ -112,8 +125,8 @@ def _error_of_median(losses: Sequence[float], window: int) -> float:
     return 1.25 * (median(steps) / 0.954) / math.sqrt(window)
 
 
-def _is_falling(losses: Sequence[float]) -> bool:
-    """Whether the newest level is no higher than the one before it."""
-    if len(losses) < 2 * _ROUNDS:
-        return len(losses) > 1 and losses[-1] < losses[0]
-    return median(losses[-_ROUNDS:]) <= median(losses[-2 * _ROUNDS : -_ROUNDS])
+def _has_fallen_since(training: Sequence[float | None], version: int) -> bool:
+    """Whether the training loss is lower than it was when ``version`` was made."""
+    before = [loss for loss in training[max(0, version - _ROUNDS) : version] if loss is not None]
+    now = [loss for loss in training[-_ROUNDS:] if loss is not None]
+    return bool(before and now) and median(now) < median(before)

@@ -934,8 +934,10 @@ class RoundScope:
             self.agree(self.log.now_s)
 
     def agree(self, now_s: float) -> bool:
-        """Agree on this version's state if it is clear. Returns whether it is agreed."""
-        if self.agreed_digest is None and self.anchor_version and not self.has_ended:
+        """Agree on this version's state if it is clear. Returns whether it is agreed.
+
+        Also on the state with which the run has ended, by what members report before they leave."""
+        if self.agreed_digest is None and self.anchor_version:
             was_disputed, overdue = self.is_disputed, self._is_overdue(now_s)
             trainers = self.membership.trainers()
             digest = self._claims.agreed(trainers, self.took_part, self.anchor_version, overdue=overdue)

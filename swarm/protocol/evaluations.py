@@ -155,6 +155,11 @@ class EvaluationStatus(Record):
     newest: Annotated[tuple[SignedEvaluation, ...], Field(max_length=MAX_EVALUATORS)] = ()
 
 
+def newest_used(status: EvaluationStatus) -> HeldOutFigure | None:
+    """Return the newest figure that is to be used; None while there is none."""
+    return next((one for one in reversed(status.figures) if one.loss is not None), None)
+
+
 def check_evaluations(status: EvaluationStatus, run_hash: bytes) -> None:
     """Check that the newest figure is what its validators have signed. Raises ``WireError``."""
     if not status.figures:
