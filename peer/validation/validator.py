@@ -221,7 +221,9 @@ class Validator:
         self._attempt_s = max(_ATTEMPT_SHARE * lasted_s, self._run.round.patience_s)
         self._ended_s = verdict.ended_s
         by_peer = {one.peer: one for one in plan.members}
-        chosen = draw(list(by_peer), self._doubted, self._looks, self._run.audit.work_share, self._rng)
+        share = self._run.audit.work_share
+        # Without a share nobody scores, and so members keep no contribution for it.
+        chosen = draw(list(by_peer), self._doubted, self._looks, share, self._rng) if share else []
         self._tasks = deque(_Task(verdict, by_peer[peer]) for peer in chosen)
 
     def _score_next(self, task: _Task) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 
 _EVALUATION = """
 [run.stop_when]
-held_out_loss = 3.6
+held_out_loss = 2.45
 [evaluation]
 every_rounds = 1
 samples = 16
@@ -25,7 +25,7 @@ work_share = 0.0
 
 
 def test_two_validators_end_a_run_by_its_held_out_loss(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(max_s=2.0, patience_s=20.0) + _EVALUATION)
+    host = swarm.host(run_toml(max_s=1.5, patience_s=15.0) + _EVALUATION)
     member = swarm.member(host.invite, "trainer")
     names = ("one", "other")
     validators = [
@@ -33,12 +33,12 @@ def test_two_validators_end_a_run_by_its_held_out_loss(swarm: Swarm) -> None:
         for name in names
     ]
     host.event("evaluated", standing="claim")
-    validators[0].event("evaluated")
+    validators[0].event("evaluation")
     validators[0].kill()
     killed_at = max(one["version"] for one in host.events("evaluated"))
     validators[0].start()
     stop = host.event("stops", ROUNDS_S)
-    assert "run.stop_when asks for 3.6" in stop["reason"]
+    assert "run.stop_when asks for 2.45" in stop["reason"]
     for process in (member, *validators):
         assert process.exit_code(ROUNDS_S) == 0, process.tail()
     last = validators[1].events("left")[-1]["anchor_version"]
@@ -48,7 +48,7 @@ def test_two_validators_end_a_run_by_its_held_out_loss(swarm: Swarm) -> None:
     figures = status["evaluation"]["figures"]
     assert figures[-1]["version"] == last, "the model with which the run has ended is evaluated, too"
     agreed = [one for one in figures if one["standing"] == "agreed"]
-    assert agreed[-1]["loss"] <= 3.6
+    assert agreed[-1]["loss"] <= 2.45
     assert all(one["counts"] for one in agreed)
     assert not [one for one in figures if one["standing"] == "disputed"]
     assert any(one["version"] > killed_at for one in figures), "whoever comes back evaluates the newest version"
