@@ -9,7 +9,7 @@ from tests.integration.harness import ROUNDS_S, SHOAL, Swarm, check_journal, run
 from shoal.swarm.coordinator.events import ModelEvaluated, StopDecided
 from shoal.swarm.protocol.run_file import load_run_file
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 _EVALUATION = """
 [run.stop_when]
