@@ -166,6 +166,11 @@ class CoordinatorConnector:
             self._addresses.sort(key=lambda one: one != self._at)
         return answer
 
+    def avoid(self) -> None:
+        """Try the other addresses first: who answers at this one does not lead the run."""
+        self._is_silent = len(self._addresses) > 1
+        self._addresses.sort(key=lambda one: one == self._at)
+
     def _answer_s(self, limit_s: float) -> float:
         if len(self._addresses) == 1:
             return limit_s
@@ -432,6 +437,7 @@ class CoordinatorClient:
         self._roster_version = 0  # a version that no run has, so the next view brings the roster
         self.joins += 1
         self._apply_view(answer.view)
+        self._refuse_older(answer.view)
 
     @property
     def coordinator_host(self) -> str:
@@ -595,6 +601,8 @@ class CoordinatorClient:
         self._is_ahead = old is not None and old.verdict is not None and view.round <= old.verdict.round
         if self._is_ahead or (old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence)):
             return
+        if view.verdict is not None and view.verdict.epoch > view.epoch:
+            raise WireError("a view with the verdict of a later coordinator than the one that sends it")
         verdict = view.verdict
         if verdict is None and view.verdict_chain is not None:
             verdict = old.verdict if old is not None else None
@@ -707,14 +715,22 @@ class CoordinatorClient:
         while True:
             try:
                 answer = await self._connector.request(message, reply, self.deadlines.request_s, self.scope)
+                if isinstance(answer, CoordinatorToPeerView):
+                    self._apply_view(answer.view)
+                    self._refuse_older(answer.view)
             except (DeadlineExceeded, Unreachable) as error:
                 await self._wait_for_return(error)
                 continue
             self.coordinator_is_away = False
             self._check_superseded()
-            if isinstance(answer, CoordinatorToPeerView):
-                self._apply_view(answer.view)
             return answer
+
+    def _refuse_older(self, view: RunView) -> None:
+        """Raise ``DeadlineExceeded`` for an answer of a coordinator that another one has followed: it was paused, and
+        does not know that yet. Where it lacks a verdict, it is shown that instead, and stops."""
+        if view.epoch < self.view.epoch and not self._is_ahead:
+            self._connector.avoid()
+            raise DeadlineExceeded("this coordinator was paused, and another one leads the run by now")
 
     async def ask_view(self, message: Message) -> RunView:
         """Send a request whose answer is a view; returns the current view, which may be newer."""

@@ -30,6 +30,9 @@ class Journal(VerdictSource, Protocol):
     location: str
     """The journal's place, for messages to people."""
 
+    is_shared: bool
+    """Whether another host may take the lease when this one's has ended."""
+
     def lease(self) -> int:
         """Make this process the only writer, until ``close`` or its end, and return its fencing epoch.
 

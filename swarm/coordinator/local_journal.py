@@ -415,6 +415,7 @@ class LocalJournal:
         return self._backup.behind_s(time.monotonic()) if self._backup is not None else None
 
     trouble = ""
+    is_shared = False
 
     def check_lease(self) -> None:
         """Nothing to check: the system keeps the folder's lock for as long as this process lives."""

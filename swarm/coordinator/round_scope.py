@@ -1410,6 +1410,7 @@ class RoundScope:
             run_hash=self.run.hash,
             stage=self.stage.number if self.stage is not None else None,
             amended=self.settings.changes(self.round.number),
+            epoch=self.log.epoch,
             previous_chain=self.chain,
             chain=bytes(32),
             signature=b"",

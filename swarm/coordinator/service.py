@@ -24,7 +24,16 @@ from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.run_relays import RunRelays
 from shoal.swarm.coordinator.stale_journal import check_ours, stale_journal_error
-from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, ShoalError, StorageError, TryLater, UnknownRun
+from shoal.swarm.errors import (
+    DeadlineExceeded,
+    LeaseLost,
+    LinkError,
+    NotAdmitted,
+    ShoalError,
+    StorageError,
+    TryLater,
+    UnknownRun,
+)
 from shoal.swarm.protocol.addresses import may_name, network_of, plain_host
 from shoal.swarm.protocol.identity import Identity, verify_certificate
 from shoal.swarm.protocol.messages import (
@@ -822,7 +831,10 @@ class CoordinatorService:
 
     def is_outdated(self, shown: Verdict) -> None:
         """A member has a verdict of ours that the journal lacks: nothing may be decided from it any more."""
-        self._break(stale_journal_error(self.journal.location, shown.round, self.scope.round_number))
+        if self.journal.is_shared and shown.epoch > self.run.log.epoch:
+            self._break(LeaseLost("this host was paused: a member has a verdict of another one that has taken over"))
+        else:
+            self._break(stale_journal_error(self.journal.location, shown.round, self.scope.round_number))
 
     async def _tick(self) -> None:
         while not self._broken.done():

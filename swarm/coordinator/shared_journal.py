@@ -109,6 +109,7 @@ class SharedJournal:
     Before it is leased, ``follow`` keeps what is in it warm, so that ``lease`` and ``read`` take no time."""
 
     compact_at_bytes = _COMPACT_AT_BYTES
+    is_shared = True
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ def taken_over(state: RoundScope, verdict: Verdict, now_s: float) -> VerdictGive
     For a committed round the journal has to have the plan's event, as only that says which samples it commits, and no
     member's samples may be lost, as the verdict does not say whose. An aborted round commits no samples: leases stay as
     they were, and a member with a lease that is not known here has to start afresh."""
-    if verdict.round != state.round.number or verdict.previous_chain != state.chain:
+    if verdict.round != state.round.number or verdict.previous_chain != state.chain or verdict.epoch > state.log.epoch:
         return None
     if verdict.anchor_version != state.anchor_version + verdict.committed:
         return None

@@ -186,7 +186,7 @@ class Verdict(Record):
     when committed, the same when aborted, and lower where an aborted round ends with a rollback, which also lowers
     ``tokens_total``. ``stage``, of a pipeline: the stage whose round it is; ``together``: hash over the verdicts of all
     stages on this round (``verdict_chain.tied_together``). ``amended``: settings of this round that differ from the run
-    file (``amendments.py``)."""
+    file (``amendments.py``). ``epoch``: fencing epoch of the coordinator that gave it; it never falls along a chain."""
 
     round: Count
     committed: bool
@@ -205,6 +205,7 @@ class Verdict(Record):
     previous_chain: Digest
     together: Digest | None = None
     amended: Changes = ()
+    epoch: Count = 0
     chain: Digest
     signature: Annotated[bytes, Field(max_length=64)]
 

@@ -9,7 +9,7 @@ from tests.fakes.memory_coordinator import MemoryChannel
 from tests.fakes.swarm import Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.swarm.errors import NotAdmitted, TryLater
+from shoal.swarm.errors import NotAdmitted, TryLater, WireError
 from shoal.swarm.protocol.messages import CoordinatorToPeerView
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.types import Message, RosterDelta
@@ -90,6 +90,47 @@ def test_a_view_without_a_verdict_that_is_not_known_here_counts_as_lost() -> Non
             known = strange.model_copy(update={"verdict_chain": before.verdict_chain})
             await run[0].channel.push(CoordinatorToPeerView(view=known))
             assert run[0].view == before.model_copy(update={"sequence": before.sequence + 1})
+
+    run_virtual(main())
+
+
+def test_a_coordinator_that_another_one_has_followed_is_refused() -> None:
+    """It was paused, and wakes up: for its members it is away, until it is the one that leads again."""
+
+    async def main() -> None:
+        async with swarm(1, run_toml(8), ELEMENTS) as run:
+            await a_round(run)
+            client, log = run[0].client, run.coordinator.machine.log
+            log.epoch += 5
+            await asyncio.sleep(3 * client.deadlines.heartbeat_s)
+            view = run[0].view
+            assert view.epoch == log.epoch
+            assert not client.coordinator_is_away
+            log.epoch -= 1
+            log.announcements += 10
+            await asyncio.sleep(3 * client.deadlines.heartbeat_s)
+            assert client.coordinator_is_away
+            assert run[0].view is view
+            log.epoch += 1
+            await asyncio.sleep(3 * client.deadlines.heartbeat_s)
+            assert not client.coordinator_is_away
+            assert run[0].view is not view
+
+    run_virtual(main())
+
+
+def test_no_verdict_is_of_a_later_coordinator_than_the_one_that_tells_it() -> None:
+    async def main() -> None:
+        async with swarm(1, run_toml(8), ELEMENTS) as run:
+            await a_round(run)
+            before = run[0].view
+            assert before.verdict is not None
+            verdict = before.verdict.model_copy(update={"epoch": before.epoch + 1, "chain": b"c" * 32})
+            changes = {"sequence": before.sequence + 1, "verdict": verdict, "verdict_chain": verdict.chain}
+            changes["round"] = before.round + 1
+            with pytest.raises(WireError, match="later coordinator"):
+                await run[0].channel.push(CoordinatorToPeerView(view=before.model_copy(update=changes)))
+            assert run[0].view is before
 
     run_virtual(main())
 

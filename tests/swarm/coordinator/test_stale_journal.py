@@ -29,7 +29,7 @@ def verdict(round_number: int) -> Verdict:
 
 
 def machine(events: list[JournalEvent]) -> PlainRun:
-    made = PlainRun(RUN, SIGNER.sign, 0.0, 0)
+    made = PlainRun(RUN, SIGNER.sign, 0.0, 10**9)
     made.log.replay(made.scope, events, 0.0)
     return made
 
@@ -143,3 +143,12 @@ def test_a_coordinator_that_lacks_more_stops() -> None:
             assert sum(isinstance(event, VerdictGiven) for event in run.coordinator.events) == 1
 
     run_virtual(main())
+
+
+def test_a_verdict_of_a_later_coordinator_is_not_taken_over() -> None:
+    """It has been given since by another host: this one was paused."""
+    lacks = machine(EVENTS[: GIVEN[0]])
+    lacks.log.epoch = verdict(0).epoch - 1
+    assert not lacks.scope.take_over(verdict(0), 0.0)
+    lacks.log.epoch = verdict(0).epoch
+    assert lacks.scope.take_over(verdict(0), 0.0)

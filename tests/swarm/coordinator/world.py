@@ -550,6 +550,7 @@ class World(JournaledWorld[PlainRun]):
         assert verdict.round == len(self.verdicts)
         assert verdict.previous_chain == chain
         check_verdict(verdict, SIGNER.public_key)
+        assert verdict.epoch >= (self.verdicts[-1].verdict.epoch if self.verdicts else 0)
         if verdict.committed:
             assert self._phase == "averaging"
             assert verdict.plan is not None
