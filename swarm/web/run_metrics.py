@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.protocol.evaluations import newest_used
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import MemberStatus, Phase
@@ -86,6 +87,13 @@ def run_readings(run: RunFile, status: CoordinatorToPeerStatus, facts: HostFacts
     put("shoal_tokens_per_second", sum(one.tokens_per_s for one in status.members if one.alive))
     put("shoal_loss", status.loss)
     put("shoal_loss_warning", bool(status.warning))
+    figure = newest_used(status.evaluation)
+    if figure is not None:
+        is_disputed = status.evaluation.figures[-1].standing == "disputed"
+        put("shoal_held_out_loss", figure.loss)
+        put("shoal_held_out_accuracy_ratio", figure.accuracy)
+        put("shoal_held_out_version", figure.version)
+        put("shoal_held_out_validators", 0 if is_disputed else len(figure.claims))
     put("shoal_anchor_version", status.anchor_version)
     stages = [stage.state_digest for stage in status.stages] or [status.state_digest]
     put("shoal_state_agreed", None not in stages)

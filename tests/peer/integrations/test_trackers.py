@@ -161,3 +161,12 @@ def test_a_tracker_that_fails_is_named_once_and_left(
     assert "ConnectionError: the tracker is away" in caplog.text
     assert sum("gets no more metrics" in one.getMessage() for one in caplog.records) == 1
     assert sink.steps == [-1]
+
+
+def test_a_held_out_figure_is_of_the_round_that_made_the_model() -> None:
+    about = {"version": 4, "standing": "agreed", "counts": True, "losses": {"a": 2.5, "b": 2.5}}
+    event = make_event("evaluated", round=3, loss=2.5, accuracy=0.4, sources={"code": 2.0}, **about)
+    found = {"held_out/loss": 2.5, "held_out/accuracy": 0.4, "held_out/code/loss": 2.0}
+    assert metrics_of(event) == found
+    disputed = make_event("evaluated", round=3, loss=None, accuracy=None, sources={}, **about)
+    assert metrics_of(disputed) == {}

@@ -18,12 +18,14 @@ from shoal.peer.terminal.views import (
     empty_text,
     farewell,
     flow_text,
+    held_out_text,
     held_text,
     relay_text,
     session_panel,
     stages_drawing,
     status_line,
 )
+from shoal.swarm.protocol.evaluations import ClaimedLoss, EvaluationStatus, HeldOutFigure
 from shoal.swarm.protocol.json_values import status_json
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.types import AssignedSpan, PipelineView, RelayLoad, RelayStatus, StageStatus
@@ -281,3 +283,33 @@ def test_who_leaves_is_told_how_to_come_back_and_where_the_model_is(tmp_path: Pa
     )
     assert f"shoal export --run {tmp_path} --out" in farewell("reef", tmp_path, ended=True, has_model=True)
     assert "export" not in farewell("reef", tmp_path, ended=True, has_model=False)
+
+
+@pytest.mark.parametrize(
+    ("standing", "loss", "words"),
+    [
+        ("claim", 2.4131, "2.413 at version 40, accuracy 41.0%, the claim of one validator, aaaaaaaaaaaaaaaa"),
+        ("agreed", 2.4131, "2.413 at version 40, accuracy 41.0%, agreed on by 2 validators"),
+        ("disputed", None, "version 40: validators disagree (2.413 by aaaaaaaaaaaaaaaa and 2.900 by bbbbbbbbbbbbbbbb)"),
+    ],
+)
+def test_the_status_says_the_held_out_loss_and_on_whose_word(standing: Any, loss: float | None, words: str) -> None:
+    claims = (ClaimedLoss(validator="a" * 16, loss=2.4131), ClaimedLoss(validator="b" * 16, loss=2.9))
+    figure = HeldOutFigure(
+        version=40,
+        round=39,
+        tokens=1,
+        at_s=1.0,
+        loss=loss,
+        standing=standing,
+        counts=False,
+        claims=claims[: 1 if standing == "claim" else 2],
+        accuracy=0.41,
+    )
+    assert words in held_out_text(figure).plain
+    shown = Console(file=io.StringIO(), width=120)
+    told = {"evaluation": EvaluationStatus(figures=(figure,)), "stopping": "the held-out loss is low\x1b[31m"}
+    shown.print(status_table(make_status().model_copy(update=told)))
+    text = " ".join(shown.file.getvalue().split())  # type: ignore[attr-defined]
+    assert words in text
+    assert "the run ends with this round: the held-out loss is low·[31m" in text

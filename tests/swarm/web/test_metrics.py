@@ -8,6 +8,7 @@ import pytest
 from tests.swarm.web.samples import DEVICE, RUN, crowd, full_status, member, status, verdict
 
 from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.protocol.evaluations import ClaimedLoss, EvaluationStatus, HeldOutFigure
 from shoal.swarm.web.metrics import METRICS, NAMED_MEMBERS, Readings, exposition, label_text
 from shoal.swarm.web.run_metrics import CommittedRoundFacts, HostFacts, named_members, run_readings
 
@@ -85,6 +86,22 @@ def test_strangers_are_no_series() -> None:
     strangers = [member(number, tokens_committed=0, share=0.0) for number in range(1000)]
     assert named_members([*strangers, member(2000)]) == [member(2000)]
     assert len(run_readings(RUN, status(strangers), HostFacts())) < 60
+
+
+def test_the_newest_held_out_figure_that_is_not_disputed() -> None:
+    claims = tuple(ClaimedLoss(validator=member(one).peer, loss=2.5) for one in (1, 2))
+    used = HeldOutFigure(
+        version=4, round=3, tokens=9, at_s=1.0, loss=2.5, standing="agreed", counts=True, claims=claims, accuracy=0.4
+    )
+    later = used.model_copy(update={"version": 5, "loss": None, "standing": "disputed", "accuracy": None})
+    told = status([member(1)], evaluation=EvaluationStatus(figures=(used,)))
+    read = scraped(run_readings(RUN, told, HostFacts()))
+    assert read["shoal_held_out_loss", "reef"] == 2.5
+    assert (read["shoal_held_out_version", "reef"], read["shoal_held_out_validators", "reef"]) == (4, 2)
+    assert read["shoal_held_out_accuracy_ratio", "reef"] == 0.4
+    told = status([member(1)], evaluation=EvaluationStatus(figures=(used, later)))
+    read = scraped(run_readings(RUN, told, HostFacts()))
+    assert (read["shoal_held_out_version", "reef"], read["shoal_held_out_validators", "reef"]) == (4, 0)
 
 
 def test_a_large_run_has_a_bounded_number_of_series() -> None:
