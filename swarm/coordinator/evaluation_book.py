@@ -77,7 +77,7 @@ class EvaluatedVersion:
             at_s=last.at_s,
             loss=loss,
             standing=standing,
-            counts=is_used and _witnesses(same) >= needed,
+            counts=is_used and len(same) >= needed,
             claims=tuple(ClaimedLoss(validator=one.by, loss=_loss(one)) for one in self.reports),
             accuracy=shown.accuracy if is_used else None,
             sources=shown.sources if is_used else (),
@@ -86,11 +86,6 @@ class EvaluatedVersion:
 
 def _loss(report: ev.ModelEvaluated) -> float | None:
     return report.signed.evaluation.loss
-
-
-def _witnesses(reports: Sequence[ev.ModelEvaluated]) -> int:
-    """Count the validators that came by invites of their own: whoever has one invite may make many identities."""
-    return len({report.invite or report.by for report in reports})
 
 
 def same_loss(one: float | None, other: float | None) -> bool:
@@ -157,13 +152,17 @@ class EvaluationBook:
 
     # Questions ----------------------------------------------------------------------------------------------
 
-    def may_take(self, validator: str, version: int) -> bool:
-        """Whether a validator's evaluation of this version is wanted: it is its first one, and newer than its last.
+    def may_take(self, validator: str, invite: str, version: int) -> bool:
+        """Whether a validator's evaluation of this version is wanted: it is newer than its last one, and the first by
+        this invite.
 
-        So a validator reports at most once a version, in the order of versions."""
+        So a validator reports at most once a version, in the order of versions, and an invite is one witness: whoever
+        has it may make many identities."""
         mine = [one.version for one in self.versions if any(report.by == validator for report in one.reports)]
         at = next((one for one in self.versions if one.version == version), None)
-        return (not mine or version > mine[-1]) and (at is None or len(at.reports) < MAX_EVALUATORS)
+        if mine and version <= mine[-1]:
+            return False
+        return at is None or (len(at.reports) < MAX_EVALUATORS and invite not in [one.invite for one in at.reports])
 
     def figures(self, needed: int) -> list[HeldOutFigure]:
         """Return the figures of all versions. ``needed``: as of ``EvaluatedVersion.figure``."""

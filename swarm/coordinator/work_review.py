@@ -122,9 +122,10 @@ class WorkReview:
     def evaluated(self, validator: str, signed: SignedEvaluation) -> None:
         """Record a validator's evaluation of a version, and what follows from it.
 
-        One that is not wanted, as the validator has reported the version or a newer one, changes nothing. Raises
-        ``NotAdmitted`` for others than validators, ``WireError`` for an evaluation that is not theirs, ``StaleWork``
-        for a state that is not the run's (any more), and ``TryLater`` while the version's state is not agreed on."""
+        One that is not wanted, as the validator has reported the version or a newer one, or another of its invite has,
+        changes nothing. Raises ``NotAdmitted`` for others than validators, ``WireError`` for an evaluation that is not
+        theirs, ``StaleWork`` for a state that is not the run's (any more), and ``TryLater`` while the version's state
+        is not agreed on."""
         self._require_validator(validator)
         scope, evaluation = self._scope, signed.evaluation
         version = evaluation.version
@@ -137,12 +138,13 @@ class WorkReview:
         digest = rounds[version].digest if version < len(rounds) else newest.get(version)
         if digest != evaluation.state_digest:
             raise StaleWork(f"this is no state of the run's version {version} (any more)")
-        if not scope.evaluations.may_take(validator, version):
+        invite = scope.membership.members[validator].invite
+        if not scope.evaluations.may_take(validator, invite, version):
             return
         made = rounds[version - 1].round if version else 0
         report = ev.ModelEvaluated(
             by=validator,
-            invite=scope.membership.members[validator].invite,
+            invite=invite,
             round=made,
             tokens=sum(one.tokens for one in rounds[:version]),
             at_s=scope.log.unix_s,

@@ -117,8 +117,11 @@ def test_two_identities_of_one_invite_are_one_witness() -> None:
     token = world.invite().token
     for number in (11, 12):
         world.come_as(number, token)
-        world.evaluate(3.0, number)
-    assert (world.figures[0].standing, world.figures[0].counts) == ("agreed", False)
+        world.evaluate(9.0, number)
+    world.evaluate(3.0)
+    world.evaluate(3.0, 10)
+    assert [one.loss for one in world.figures[0].claims] == [9.0, 3.0, 3.0]
+    assert (world.figures[0].standing, world.figures[0].loss, world.figures[0].counts) == ("agreed", 3.0, True)
 
 
 def test_what_is_refused(world: EvaluatedWorld) -> None:
@@ -175,8 +178,17 @@ def test_only_so_many_validators_of_a_version() -> None:
     book = EvaluationBook()
     for number in range(MAX_EVALUATORS):
         book.take(event(1, 3.0, by="abcdefgh"[number] * 16))
-    assert not book.may_take("z" * 16, 1)
-    assert book.may_take("z" * 16, 2)
+    assert not book.may_take("z" * 16, "z" * 8, 1)
+    assert book.may_take("z" * 16, "z" * 8, 2)
+
+
+def test_rounds_that_are_undone_take_their_figures_along() -> None:
+    book = EvaluationBook()
+    for version in (1, 2, 3):
+        book.take(event(version, 3.0))
+    book.undo(1)
+    assert [one.version for one in book.versions] == [1]
+    assert book.may_take("a" * 16, "z" * 8, 2), "the version is made anew"
 
 
 def event(
