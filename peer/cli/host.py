@@ -75,7 +75,7 @@ from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.relay_url import RelayUrl
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RecipeSection, RunFile, load_run_file, unused_inner_settings
-from shoal.swarm.protocol.types import MAX_MEMBERS, Address
+from shoal.swarm.protocol.types import RUN_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
 from shoal.swarm.system import call_on_signals
 from shoal.swarm.transport.tcp.sockets import own_end
@@ -113,7 +113,7 @@ _MOST_COPIED_ROUNDS = 20_000
 
 _ROUNDS_A_READ = 256
 
-HOST_DESCRIPTORS = 2 * MAX_MEMBERS + 128
+HOST_DESCRIPTORS = 2 * RUN_MEMBERS + 128
 """Open files and sockets of a host of a full run: one for each member and observer, and some of its own."""
 
 _CANNOT = (
@@ -826,6 +826,6 @@ def warn_descriptors(allowed: int) -> None:
             "this machine allows %d open files and sockets, a host of %d members needs %d: the last ones will not get "
             "in; if there may be so many, raise the hard limit (ulimit -Hn, or LimitNOFILE= in a systemd unit)",
             allowed,
-            MAX_MEMBERS,
+            RUN_MEMBERS,
             HOST_DESCRIPTORS,
         )

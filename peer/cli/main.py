@@ -30,6 +30,7 @@ from shoal.peer.cli.guest import (
 from shoal.peer.cli.guest import app as guest_commands
 from shoal.peer.cli.runs import DirectoryOption
 from shoal.peer.cli.runs import app as finding_commands
+from shoal.peer.cli.simulate import app as simulation_commands
 from shoal.peer.data_places import DataPlaces
 from shoal.peer.guest.spot import SpotNotices, SpotProvider
 from shoal.peer.options import (
@@ -63,6 +64,7 @@ app.add_typer(file_commands)
 app.add_typer(access_commands)
 app.add_typer(finding_commands)
 app.add_typer(data_commands)
+app.add_typer(simulation_commands)
 app.add_typer(guest_commands)
 errors = Console(stderr=True)
 

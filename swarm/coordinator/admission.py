@@ -82,6 +82,10 @@ _MAX_UNPROVEN_S = 86_400.0
 over a slow link takes a day."""
 
 
+_FEW = 64
+"""Members of whom each is looked at in every tick; of more, once a second."""
+
+
 class Standing(NamedTuple):
     """Reasons to keep a member: credit, committed rounds with its work, a place in a pipeline.
 
@@ -123,6 +127,7 @@ class Admission:
         self._log = log
         self._scope = scope
         self._deadlines = Deadlines(run.round.patience_s)
+        self._looks_idle_s = 0.0
 
     @contextmanager
     def counted_refusals(self) -> Iterator[None]:
@@ -246,6 +251,10 @@ class Admission:
     def _make_room(self, peer: str, role: Role, network: str) -> str | None:
         """Return the member that has to leave for this one; None if there is a free place. Raises ``TryLater``."""
         is_observer, membership = role == "observer", self._scope.membership
+        limits, collective = self._scope.run.access, self._scope.run.collective
+        fewest = min(limits.members_per_network, limits.newcomers(0), membership.places)
+        if not is_observer and collective is None and len(membership.live) < fewest:
+            return None  # there is room whoever is here
         standings = {
             other: self._scope.standing(other)
             for other, one in membership.live.items()
@@ -256,13 +265,11 @@ class Admission:
             for other, standing in standings.items()
             if is_observer or not standing.has_credit
         ]
-        limits = self._scope.run.access
         most, of_network = OBSERVERS, OBSERVERS_PER_NETWORK
         if not is_observer:
             most, of_network = limits.newcomers(len(standings) - len(newcomers)), limits.members_per_network
         kind = "guests" if is_observer else "members without credit"
         is_full = not membership.places_left(role)
-        collective = self._scope.run.collective
         if collective is not None and role in ("trainer", "contributor"):
             is_full = sum(membership.members[other].is_trainer for other in standings) >= collective.members
         if self._scope.standing(peer).has_credit:
@@ -333,8 +340,10 @@ class Admission:
         """Lose members without credit that make no progress, so that others get their places. They may join again.
 
         A member with a place in a pipeline is left to ``stall_detector.py``, which takes its place away first."""
-        if self._scope.has_ended:
+        if self._scope.has_ended or now_s < self._looks_idle_s:
             return
+        if len(self._scope.membership.live) > _FEW:
+            self._looks_idle_s = now_s + 1.0  # a thousandth of that patience
         patience_s = self._deadlines.newcomer_s(self._scope.run.round.max_s)
         for peer in self._scope.walls():  # it cannot make any progress, whatever it does
             self._scope.membership.members[peer].progress_s = now_s

@@ -96,7 +96,8 @@ def delivered_bps(plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundR
 def sending_bps(plan: RoundPlan, traffic: Traffic, member: int, by_witness: Mapping[str, float]) -> list[float]:
     """Return the rate at which a member sent to all, as each of its collectors saw it: its own, by its share."""
     shares = traffic.shares(member)
-    served = {plan.members[one].peer: shares[one] for one in collectors(plan, member)}
+    # A column of slow members may have no part, and nobody sends to those that would collect it.
+    served = {plan.members[one].peer: shares[one] for one in collectors(plan, member) if shares.get(one)}
     return [bps / served[witness] for witness, bps in by_witness.items() if witness in served]
 
 

@@ -20,10 +20,19 @@ class LeaseLedger:
     fresh: int = 0
     pool: Ranges = field(default_factory=list)
     held: dict[str, Ranges] = field(default_factory=dict)
+    _counts: dict[str, int] = field(init=False, compare=False, repr=False)
+    """Number of samples that each peer holds."""
+
+    def __post_init__(self) -> None:
+        self._counts = {peer: count(ranges) for peer, ranges in self.held.items()}
 
     def outstanding(self) -> int:
         """Return the number of samples that peers hold."""
-        return sum(count(ranges) for ranges in self.held.values())
+        return sum(self._counts.values())
+
+    def samples_of(self, peer: str) -> int:
+        """Return the number of samples that a peer holds."""
+        return self._counts.get(peer, 0)
 
     def choose(self, samples: int) -> Ranges:
         """Return the next ``samples`` to lease, returned ones first; fewer where they are in too many pieces."""
@@ -43,7 +52,7 @@ class LeaseLedger:
         fresh = max([self.fresh, *(stop for _, stop in ranges)])
         self.pool = subtract(merge([*self.pool, (self.fresh, fresh)]), merge(ranges))
         self.fresh = fresh
-        self.held[peer] = merge([*self.held.get(peer, []), *ranges])
+        self._hold(peer, merge([*self.held.get(peer, []), *ranges]))
 
     def holds(self, peer: str, ranges: Ranges) -> bool:
         """Whether ``peer`` holds all of them."""
@@ -57,6 +66,7 @@ class LeaseLedger:
         """Return samples that are no longer in the anchor to the pool, and everything that peers hold."""
         held = [one for mine in self.held.values() for one in mine]
         self.pool, self.held = merge([*self.pool, *ranges, *held]), {}
+        self._counts.clear()
 
     def give_back(self, peer: str, keep: Ranges | None = None) -> None:
         """Return what ``peer`` holds to the pool, all but ``keep``."""
@@ -66,11 +76,14 @@ class LeaseLedger:
         self.pool = merge([*self.pool, *free])
 
     def _take(self, peer: str, ranges: Ranges) -> None:
-        left = subtract(self.held.get(peer, []), merge(ranges))
-        if left:
-            self.held[peer] = left
+        self._hold(peer, subtract(self.held.get(peer, []), merge(ranges)))
+
+    def _hold(self, peer: str, ranges: Ranges) -> None:
+        if ranges:
+            self.held[peer], self._counts[peer] = ranges, count(ranges)
         else:
             self.held.pop(peer, None)
+            self._counts.pop(peer, None)
 
 
 # Coverage of epochs -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shoal.swarm.coordinator.events import LeaseGranted
 from shoal.swarm.coordinator.trust import LeaseClock, newcomers_batch, newcomers_limit, newcomers_tokens, pace_limit
 from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease
-from shoal.swarm.sample_ranges import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
+from shoal.swarm.sample_ranges import Ranges, from_wire, is_tidy, merge, overlap, to_wire
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.round_scope import RoundScope
@@ -95,7 +95,7 @@ class Leasing:
         return min(left, trusted, max(batch, -(-left // (2 * len(scope.synced())))))
 
     def _held(self, peer: str) -> int:
-        return count(self._scope.leases.held.get(peer, []))
+        return self._scope.leases.samples_of(peer)
 
     def _trusted_limit(self, peer: str) -> int:
         """Return the most samples that a member gets for what it was seen to commit; no limit while nobody has
@@ -133,7 +133,7 @@ class Leasing:
             tokens = newcomers_tokens(credited.values(), goal.tokens, open_s)
         most = int(min(tokens / scope.model.tokens_per_sample, _NO_LIMIT))
         networks = {one: newcomer.network for one, newcomer in working.items() if one not in credited}
-        held = {holder: count(ranges) for holder, ranges in scope.leases.held.items() if holder not in credited}
+        held = {one: scope.leases.samples_of(one) for one in scope.leases.held if one not in credited}
         # When those with credit are late, whoever is there fills the batch.
         apart = not goal.exact or open_s <= goal.max_s / 2
         return newcomers_limit(peer, networks | {peer: member.network}, held, most, batch, apart=apart)

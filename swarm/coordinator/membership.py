@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,13 +19,13 @@ from shoal.swarm.coordinator.events import (
     PeerBanned,
     WorkStanding,
 )
-from shoal.swarm.coordinator.reachability import walls
+from shoal.swarm.coordinator.reachability import is_limited, walls
 from shoal.swarm.coordinator.trust import counting, forfeit_credit, weightiest
 from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.timing import MemberTimes
 from shoal.swarm.protocol.types import (
-    MAX_MEMBERS,
     MAX_TOLD_PATHS,
+    RUN_MEMBERS,
     DeviceInfo,
     Headway,
     KeptState,
@@ -231,20 +232,32 @@ class Membership:
     members: dict[str, Member] = field(default_factory=dict)
     live: dict[str, Member] = field(default_factory=dict)
     roster_version: int = 0
+    places: int = field(default=RUN_MEMBERS, compare=False)
+    """Most members of a role at a time; what a message has room for, but in simulations."""
     replaced: dict[bytes, None] = field(default_factory=dict)
     """CURVE keys of processes that another one of the same identity has replaced, in that order."""
     _changes: deque[tuple[int, str]] = field(
         default_factory=lambda: deque(maxlen=_LOGGED_CHANGES), compare=False, repr=False
     )
     """The roster's last versions, and the peer that joined or left in each."""
+    _credits: int = field(default=0, compare=False)
+    """Number of changes of members' credit, and of committed rounds."""
     _states: int = field(default=0, compare=False)
-    """Number of changes of members' states and of their credit, and of committed rounds."""
-    _remembered: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
-    """Cached results over all members, which every message of every member needs."""
+    """Number of changes of members' states."""
+    _meetings: int = field(default=0, compare=False)
+    """Number of changes of what decides on who can meet whom, but for the roster and credit."""
+    _limited: set[str] = field(default_factory=set, compare=False, repr=False)
+    """Live trainers that might not meet everybody; mostly there are none, and nothing has to be worked out."""
+    _holders: dict[int, dict[bytes, dict[str, Member]]] = field(default_factory=dict, compare=False, repr=False)
+    """Live trainers by the version and the digest of the state that they report."""
+    _remembered: dict[str, tuple[Any, dict[Any, Any]]] = field(default_factory=dict, compare=False, repr=False)
+    """Cached results over all members, which every message of every member needs, by what they depend on."""
+    _quiet_until_s: float = field(default=-math.inf, compare=False, repr=False)
+    """Moment before which nobody can have been silent for too long."""
 
     def join(self, event: MemberJoined, now_s: float, anchor_version: int) -> None:
         earlier = self.members.pop(event.entry.peer, None)
-        self.live.pop(event.entry.peer, None)
+        self._leave(event.entry.peer)
         member = Member(event.entry, event.device, now_s, joined_version=anchor_version, seen_version=anchor_version)
         member.network, member.invite, member.joined_s = event.network, event.invite, event.at_s
         if earlier is not None:
@@ -263,8 +276,40 @@ class Membership:
                 self._replace(earlier.entry.certificate.curve_key)
             elif earlier.seen_version == anchor_version:  # no newer one was made without this process
                 member.joined_version = earlier.joined_version
-        self.members[event.entry.peer] = self.live[event.entry.peer] = member
+        self.members[event.entry.peer] = member
+        self._enter(event.entry.peer, member)
         self._note_change(event.entry.peer)
+
+    def _enter(self, peer: str, member: Member) -> None:
+        self.live[peer] = member
+        self._note_limits(peer, member)
+
+    def _leave(self, peer: str) -> None:
+        member = self.live.pop(peer, None)
+        self._limited.discard(peer)
+        if member is not None:
+            self._note_holder(peer, member, holds=False)
+
+    def _note_limits(self, peer: str, member: Member) -> None:
+        if member.is_trainer and is_limited(member):
+            self._limited.add(peer)
+        else:
+            self._limited.discard(peer)
+
+    def _note_holder(self, peer: str, member: Member, *, holds: bool) -> None:
+        """Enter a member among those that hold the state that it reports, or take it out."""
+        version, digest = member.anchor_version, member.state_digest
+        if version is None or digest is None or member.entry.role not in ("trainer", "contributor"):
+            return
+        if holds:
+            self._holders.setdefault(version, {}).setdefault(digest, {})[peer] = member
+            return
+        by_digest = self._holders.get(version, {})
+        by_digest.get(digest, {}).pop(peer, None)
+        if not by_digest.get(digest, True):
+            del by_digest[digest]
+        if not by_digest:
+            self._holders.pop(version, None)
 
     def _replace(self, curve_key: bytes) -> None:
         self.replaced[curve_key] = None
@@ -280,12 +325,14 @@ class Membership:
         member = self.members[event.peer]
         ways = {"addresses": event.addresses, "reachable": event.reachable}
         member.entry = member.entry.model_copy(update=ways)
+        if event.peer in self.live:
+            self._note_limits(event.peer, member)
         self._note_change(event.peer)
 
     def lose(self, event: MemberLost) -> None:
         self._note_change(event.peer)
         member = self.members[event.peer]
-        self.live.pop(event.peer, None)
+        self._leave(event.peer)
         if member.entry.role == "observer":
             del self.members[event.peer]
             return
@@ -310,7 +357,7 @@ class Membership:
 
     def advance(self, anchor_version: int) -> None:
         """Note that the run is at a newer version, with which a member may have got credit."""
-        self._states += 1
+        self._credits += 1
         for member in self.trainers().values():
             member.seen_version = anchor_version
 
@@ -332,9 +379,13 @@ class Membership:
         moved = heartbeat.chunks_moved > member.chunks_moved
         if _progress(heartbeat) != _progress(member):
             member.progress_s = now_s
-        reported = (heartbeat.anchor_version, heartbeat.state_digest, heartbeat.unmet)
-        if reported != (member.anchor_version, member.state_digest, member.unmet):
+        is_new = (heartbeat.anchor_version, heartbeat.state_digest) != (member.anchor_version, member.state_digest)
+        if is_new:
             self._states += 1
+            self._note_holder(peer, member, holds=False)
+        is_met = heartbeat.unmet == member.unmet
+        if not is_met or (heartbeat.anchor_version is None) != (member.anchor_version is None):
+            self._meetings += 1
         member.heard_s = now_s
         for name in (
             "activity",
@@ -354,6 +405,10 @@ class Membership:
             "phase",
         ):
             setattr(member, name, getattr(heartbeat, name))
+        if is_new and member.alive:
+            self._note_holder(peer, member, holds=True)
+        if not is_met and member.alive:
+            self._note_limits(peer, member)
         member.claimed_bps = heartbeat.bandwidth_bps
         if heartbeat.round == current_round + 1:
             member.tokens_ahead = heartbeat.tokens_done
@@ -365,7 +420,13 @@ class Membership:
 
     def silent(self, now_s: float, dead_s: float) -> list[str]:
         """Return members that have been silent for too long."""
-        return [peer for peer, member in self.live.items() if now_s - member.heard_s > dead_s]
+        if now_s < self._quiet_until_s:
+            return []
+        silent = [peer for peer, member in self.live.items() if now_s - member.heard_s > dead_s]
+        # Moments of life only grow, and whoever joins has just been heard.
+        first_s = min((member.heard_s for member in self.live.values()), default=now_s)
+        self._quiet_until_s = min(first_s, now_s) + dead_s
+        return silent
 
     def excuse(self, seconds: float, now_s: float) -> None:
         """Exclude a time in which the coordinator could hear nobody."""
@@ -387,7 +448,7 @@ class Membership:
         member = self.members[peer]
         member.work = work
         if work.is_doubted:
-            self._states += 1
+            self._credits += 1
             forfeit_credit(member)
 
     def restore(self, members: Iterable[MemberKept], replaced: Iterable[bytes], epoch: int, now_s: float) -> None:
@@ -397,7 +458,7 @@ class Membership:
             activity = "joining" if kept.alive else "gone"
             member = self.members[kept.entry.peer] = Member(heard_s=now_s, activity=activity, **known)
             if kept.alive:
-                self.live[kept.entry.peer] = member
+                self._enter(kept.entry.peer, member)
         self.replaced = dict.fromkeys(replaced)
         self.roster_version = epoch + len(self.members)
 
@@ -406,7 +467,7 @@ class Membership:
 
     def places_left(self, role: Role) -> int:
         """Return how many more members of a role the messages have room for."""
-        return MAX_MEMBERS - sum(one.entry.role == role for one in self.live.values())
+        return self.places - sum(one.entry.role == role for one in self.live.values())
 
     def roster_news(self, version: int) -> tuple[tuple[RosterEntry, ...] | None, RosterDelta | None]:
         """Return the whole roster, or what has changed since ``version``, or nothing if that is the newest."""
@@ -414,7 +475,7 @@ class Membership:
             return None, None
         if not 0 < self.roster_version - version <= len(self._changes):  # versions that nobody can have are not kept
             return self.roster(), None
-        delta = self._remember(("delta", version), lambda: self._delta(version))
+        delta = self._remember("roster", ("delta", version), lambda: self._delta(version))
         return (None, delta) if delta is not None else (self.roster(), None)
 
     def _delta(self, since: int) -> RosterDelta | None:
@@ -428,17 +489,17 @@ class Membership:
         return RosterDelta(since=since, changed=entries, removed=removed)
 
     def roster(self) -> tuple[RosterEntry, ...]:
-        return self._remember(("roster",), lambda: tuple(member.entry for member in self.live.values()))
+        return self._remember("roster", "entries", lambda: tuple(member.entry for member in self.live.values()))
 
     def trainers(self) -> Mapping[str, Member]:
         return self._remember(
-            ("trainers",), lambda: {peer: member for peer, member in self.live.items() if member.is_trainer}
+            "roster", "trainers", lambda: {peer: member for peer, member in self.live.items() if member.is_trainer}
         )
 
     def with_credit(self) -> Mapping[str, Member]:
         """Return the live trainers with credit."""
         return self._remember(
-            ("with credit",), lambda: {peer: member for peer, member in self.trainers().items() if member.has_credit}
+            "credit", "members", lambda: {peer: member for peer, member in self.trainers().items() if member.has_credit}
         )
 
     def forfeit_credit(self, banned: PeerBanned | MemberExpelled) -> None:
@@ -447,7 +508,7 @@ class Membership:
         for peer, member in self.members.items():
             if peer == banned.peer or (network and member.network == network):
                 forfeit_credit(member)
-        self._states += 1
+        self._credits += 1
 
     def credit_shares(self) -> Mapping[str, float]:
         """Return the share of each live trainer with credit in all their credit: of what is decided by credit."""
@@ -456,28 +517,23 @@ class Membership:
             total = sum(member.credit for member in self.with_credit().values())
             return {peer: member.credit / total for peer, member in self.with_credit().items()}
 
-        return self._remember(("credit shares",), answer)
+        return self._remember("credit", "shares", answer)
 
     def holder(self, curve_key: bytes) -> str | None:
         """Return the live member whose process holds this key, if any."""
         holders = self._remember(
-            ("holders",),
+            "roster",
+            "holders",
             lambda: {one.entry.certificate.curve_key: peer for peer, one in self.live.items()},
         )
         return holders.get(curve_key)
 
     def synced(self, anchor_version: int, digest: bytes | None) -> Mapping[str, Member]:
         """Return the live trainers that hold this anchor version, with this digest unless that is None."""
-        return self._remember(
-            ("synced", anchor_version, digest),
-            lambda: {
-                peer: member
-                for peer, member in self.trainers().items()
-                if member.anchor_version == anchor_version
-                and member.state_digest is not None
-                and digest in (None, member.state_digest)
-            },
-        )
+        by_digest = self._holders.get(anchor_version, {})
+        if digest is not None:
+            return MappingProxyType(by_digest.get(digest, {}))
+        return {peer: member for holders in by_digest.values() for peer, member in holders.items()}
 
     def common_digest(self, anchor_version: int) -> bytes | None:
         """Return the digest that those that hold this version, and have most of the work, report."""
@@ -487,16 +543,21 @@ class Membership:
             said = {peer: holders[peer].state_digest for peer in counting(holders, holders)}
             return weightiest(said, holders)
 
-        return self._remember(("digest", anchor_version), answer)
+        return self._remember("states", ("digest", anchor_version), answer)
 
-    def _remember(self, question: tuple[Any, ...], answer: Callable[[], T]) -> T:
-        """Return a cached answer, until a member joins, leaves or changes its state."""
-        now = (self.roster_version, self._states)
-        if self._remembered.get(()) != now:
-            self._remembered = {(): now}
-        if question not in self._remembered:
-            self._remembered[question] = answer()
-        known: T = self._remembered[question]
+    def _remember(self, kind: str, question: object, answer: Callable[[], T]) -> T:
+        """Return a cached answer, until what its ``kind`` depends on has changed: the ``roster`` alone, the ``credit``
+        too, the members' ``states`` too, or instead of these who has ``met`` whom."""
+        now: tuple[int, ...] = (self.roster_version,)
+        if kind != "roster":
+            now += (self._credits, {"credit": 0, "states": self._states, "met": self._meetings}[kind])
+        made, answers = self._remembered.get(kind, (None, {}))
+        if made != now:
+            answers = {}
+            self._remembered[kind] = now, answers
+        if question not in answers:
+            answers[question] = answer()
+        known: T = answers[question]
         return known
 
     def relayed(self) -> set[str]:
@@ -510,7 +571,9 @@ class Membership:
 
     def walls(self, group_size: int) -> Mapping[str, str]:
         """Return why live trainers cannot take part, by peer: those that can meet none of whom they would have to."""
-        return self._remember(("walls",), lambda: walls(self.trainers(), group_size))
+        if not self._limited:
+            return _NO_WALLS
+        return self._remember("met", "walls", lambda: walls(self.trainers(), group_size))
 
     def status(
         self,
@@ -555,7 +618,7 @@ class Membership:
                 wall=walls.get(peer, "")[:_LONGEST_WALL],
                 times=member.times.training if member.times is not None and member.alive else None,
             )
-            for peer, member in recorded[: 4 * MAX_MEMBERS]
+            for peer, member in recorded[: 4 * RUN_MEMBERS]
         )
 
 

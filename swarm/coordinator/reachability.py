@@ -7,6 +7,7 @@ unless enough members say the same of it (``trust.outvotes``).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -67,16 +68,20 @@ def choose_group(members: Mapping[str, Member], peers: Sequence[str], group_size
         reason = f"no member can be reached from outside, so only {lone} goes on: {WHAT_HELPS}"
         return Group(order[:1], dict.fromkeys(order[1:], reason))
     credit = credit_of(members, peers)
-    missed_by = {owner: {peer for peer in peers if owner in members[peer].unmet} for owner in able}
-    shunned = {owner for owner in able if outvotes(missed_by[owner], owner, peers, credit)}
+    missed_by: defaultdict[str, set[str]] = defaultdict(set)
+    for peer in peers:
+        for owner in members[peer].unmet:
+            missed_by[owner].add(peer)
+    shunned = {owner for owner in able if owner in missed_by and outvotes(missed_by[owner], owner, peers, credit)}
     if shunned.issuperset(able):
         shunned = set()
     able = [peer for peer in able if peer not in shunned]
     allowed = 0 if len(peers) <= group_size else len(able) // 2
     # In order of standing, each owner that can reach those before it; then whoever can reach all of these.
     meeting: set[str] = set()
+    owning = set(able)
     for peer in order:
-        if peer in able and len(meeting.intersection(members[peer].unmet)) <= allowed:
+        if peer in owning and len(meeting.intersection(members[peer].unmet)) <= allowed:
             meeting.add(peer)
     apart: dict[str, str] = {}
     for peer in order:

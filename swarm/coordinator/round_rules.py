@@ -23,11 +23,11 @@ class Round:
     """State of the open round. Moments are on the coordinator's clock.
 
     ``ranges``: by member of the plan, its samples; ``orphans``: those members that have left since, whether they
-    rejoined or not. ``moves_left``: how often a member's moved chunks can still put off the verdict. ``expected``: the
-    plan that was announced with the closing, until one of its members leaves or another plan is made. ``began_s``: when
-    the round before had ended; ``worked_s``, ``readied_s``, ``reports_s``: by member, when it last got on with its
-    work, and when its contribution and its report came, or the others went on without; ``planned_s``: when the plan was
-    made."""
+    rejoined or not. ``reported_digests``: one copy of those that reports have. ``moves_left``: how often a member's
+    moved chunks can still put off the verdict. ``expected``: the plan that was announced with the closing, until one of
+    its members leaves or another plan is made. ``began_s``: when the round before had ended; ``worked_s``,
+    ``readied_s``, ``reports_s``: by member, when it last got on with its work, and when its contribution and its report
+    came, or the others went on without; ``planned_s``: when the plan was made."""
 
     number: int
     phase: Phase = "waiting"
@@ -41,6 +41,7 @@ class Round:
     loss: float | None = None
     median_loss: float | None = None
     reports: dict[str, PeerToCoordinatorRoundReport] = field(default_factory=dict)
+    reported_digests: dict[tuple[bytes | None, ...], tuple[bytes | None, ...]] = field(default_factory=dict)
     progress_s: float = 0.0
     reported_s: float = 0.0
     moves_left: dict[str, int] = field(default_factory=dict)
@@ -113,11 +114,19 @@ def closing_moment(
         return now_s
     if goal.exact or goal.everybody:
         return max(now_s, at_limit) if at_limit <= now_s + ahead_s else None
+    moment = expected_closing_s(opened_s, goal, works, now_s, deadlines)
+    return max(moment, now_s + deadlines.announce_s / 2) if moment <= now_s + ahead_s else None
+
+
+def expected_closing_s(
+    opened_s: float, goal: Goal, works: Collection[Work], now_s: float, deadlines: Deadlines
+) -> float:
+    """Return when a round that need not be exact has enough, if all go on as fast as they are."""
+    at_limit = opened_s + goal.max_s
     speed = sum(work.speed(deadlines.lease_s) for work in works)
     missing = goal.tokens - sum(work.tokens_at(now_s, opened_s) for work in works)
     at_goal = now_s + missing / speed if speed else (now_s if missing <= 0 else at_limit)
-    moment = min(at_goal, at_limit)
-    return max(moment, now_s + deadlines.announce_s / 2) if moment <= now_s + ahead_s else None
+    return min(at_goal, at_limit)
 
 
 def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:
@@ -210,9 +219,17 @@ def judge(
     all_work = sum(work[peer] for peer in credited)
     digests: list[bytes | None] = []
     accusers: defaultdict[str, set[str]] = defaultdict(set)
+    # Nearly all reports have the same digests, which are counted once for all of them.
+    alike: dict[tuple[bytes | None, ...], list[str]] = {}
+    for peer, report in heard.items():
+        alike.setdefault(report.digests, []).append(peer)
+    weights = {said: sum(work.get(peer, 0) for peer in peers) for said, peers in alike.items()} if credited else {}
     for index, part in enumerate(plan.parts):
-        held = Counter(one for one in (report.digests[index] for report in heard.values()) if one is not None)
-        worked = _work_behind(heard, index, work) if credited else {}
+        held, worked = Counter[bytes](), Counter[bytes]()
+        for said, peers in alike.items():
+            if (part_digest := said[index]) is not None:
+                held[part_digest] += len(peers)
+                worked[part_digest] += weights.get(said, 0)
         # Of equals the smallest digest, so that any two judges agree.
         ranked = sorted(held.items(), key=lambda one: (-worked.get(one[0], 0), -one[1], one[0]))
         digest, holders = ranked[0] if ranked else (None, 0)
@@ -288,18 +305,6 @@ def makers_of(
         next((signed[number][one] for one in (part.owner, *part.stand_ins) if one in signed[number]), None)
         for number, part in enumerate(plan.parts)
     )
-
-
-def _work_behind(
-    heard: Mapping[str, PeerToCoordinatorRoundReport], part: int, work: Mapping[str, int]
-) -> dict[bytes, int]:
-    """Return the credit of the holders of each digest of a part."""
-    worked: dict[bytes, int] = {}
-    for peer in heard.keys() & work.keys():
-        digest = heard[peer].digests[part]
-        if digest is not None:
-            worked[digest] = worked.get(digest, 0) + work[peer]
-    return worked
 
 
 def _missing(plan: RoundPlan, heard: Mapping[str, PeerToCoordinatorRoundReport], work: Mapping[str, int]) -> list[str]:

@@ -63,6 +63,7 @@ from shoal.swarm.coordinator.round_rules import (
     Round,
     Work,
     closing_moment,
+    expected_closing_s,
     is_over,
     judge,
     left_out,
@@ -121,11 +122,14 @@ EXACT_MEMBERS = 64
 """Number of members up to which the sum is never cached."""
 
 COUNTED_S = 0.25
+"""Largest age of a cached sum in larger swarms."""
+
 _MOST_OUTLOOK = 2000
 _LATEST_ROUNDS = 8
 """Rounds from which the speed of a run is told: enough to be steady, few enough to follow joins."""
 
-"""Largest age of a cached sum in larger swarms."""
+_MOST_EARLY_S = 5.0
+"""Longest time for which the closing moment of a larger swarm's round is not looked for."""
 
 
 @dataclass
@@ -232,6 +236,8 @@ class RoundScope:
         self._outlook: PossibleRollback | None = None
         self._told_outlook = ToldOutlook()
         self._asked_for_kept_s: float | None = None
+        self._too_early: tuple[tuple[int, float], float] = (-1, 0.0), 0.0
+        """A round, by its number and opening, and the moment before which it is not worth adding up when it closes."""
 
     @property
     def run(self) -> RunFile:
@@ -731,7 +737,7 @@ class RoundScope:
 
     def leased_tokens(self, peer: str) -> int:
         """Return the tokens of a member's leases: the most that it can have done."""
-        return count(self.leases.held.get(peer, [])) * (self.model.tokens_per_sample if self.model else 0)
+        return self.leases.samples_of(peer) * (self.model.tokens_per_sample if self.model else 0)
 
     def works(self) -> list[Work]:
         return [
@@ -1013,7 +1019,9 @@ class RoundScope:
             self.round.reports_s[peer] = now_s
             if report.times is not None:
                 self.membership.members[peer].times = report.times
-        self.round.reports[peer] = report
+        # Members report the same digests, thousands of them each: one copy is kept.
+        known = self.round.reported_digests.setdefault(report.digests, report.digests)
+        self.round.reports[peer] = report if known is report.digests else report.model_copy(update={"digests": known})
 
     def status(self, now_s: float) -> CoordinatorToPeerStatus:
         """Return the scope at a glance, for ``shoal status``."""
@@ -1213,17 +1221,31 @@ class RoundScope:
 
         Version 0 is made by the members, unless the run file determines it."""
         is_made = self.anchor_version == 0 and not self.is_beginning_written
-        trainers = self.membership.trainers()
+        trainers, synced, credited = self.membership.trainers(), self.synced(), self.membership.with_credit()
+        if is_made or not trainers:
+            return False
         # Or one newcomer that only claims to hold it would keep everybody waiting for ever. Where nobody with credit
         # has any state, there is none to go back to but newcomers' own.
-        asked = counting(trainers, [peer for peer, one in trainers.items() if one.states])
-        return bool(not is_made and trainers and self.synced().keys().isdisjoint(asked))
+        if any(peer in synced for peer in credited):
+            return False
+        return not synced or any(one.states for one in credited.values())
 
     # Closing --------------------------------------------------------------------------------------------
 
     def closing_moment(self, now_s: float) -> float | None:
-        """Return the moment to announce; None while it is too early to tell."""
-        return closing_moment(self.round.opened_s, self.goal(), self.works(), now_s, self.deadlines)
+        """Return the moment to announce; None while it is too early to tell.
+
+        The work of many members is not added up again for a tenth of the time that is left: all of them together
+        become faster by little in that."""
+        about = self.round.number, self.round.opened_s
+        if self._too_early[0] == about and now_s < self._too_early[1]:
+            return None
+        goal, works = self.goal(), self.works()
+        moment = closing_moment(self.round.opened_s, goal, works, now_s, self.deadlines)
+        if moment is None and len(works) > EXACT_MEMBERS and not (goal.exact or goal.everybody):
+            left_s = expected_closing_s(self.round.opened_s, goal, works, now_s, self.deadlines) - now_s
+            self._too_early = about, now_s + min((left_s - self.deadlines.announce_s) / 10, _MOST_EARLY_S)
+        return moment
 
     def close(self, moment_s: float) -> None:
         """Announce the closing moment and the expected plan."""

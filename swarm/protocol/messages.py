@@ -33,6 +33,7 @@ from shoal.swarm.protocol.types import (
     MAX_UNDONE_RANGES,
     MAX_UNMET,
     MAX_VERDICTS,
+    RUN_MEMBERS,
     Amendments,
     Blob,
     Capability,
@@ -237,7 +238,7 @@ class PeerToCoordinatorRoundReport(Message):
     failed: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
     undelivered: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
     deliveries: Annotated[tuple[Delivery, ...], Field(max_length=MAX_DELIVERIES)] = ()
-    made: Annotated[tuple[MadePart, ...], Field(max_length=MAX_PARTS)] = ()
+    made: Annotated[tuple[MadePart, ...], Field(max_length=2 * RUN_MEMBERS)] = ()
     times: MemberTimes | None = None
     trouble: Text
 
@@ -546,7 +547,7 @@ class CoordinatorToPeerStatus(Message):
     journal: Trouble = ""
     relays: Annotated[tuple[RelayStatus, ...], Field(max_length=MAX_RUN_RELAYS)] = ()
     coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
-    members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
+    members: Annotated[tuple[MemberStatus, ...], Field(max_length=RUN_MEMBERS * 4)]
     stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()
     amendments: Amendments = ()
     timing: RoundTiming | None = None

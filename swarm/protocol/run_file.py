@@ -41,7 +41,7 @@ from shoal.swarm.protocol.pins import PackageVersion, PinsSection
 from shoal.swarm.protocol.rounds import leaf_elements
 from shoal.swarm.protocol.run_sources import check_folder_url, check_source, check_url, shards_url
 from shoal.swarm.protocol.start_section import Sha256, StartSection
-from shoal.swarm.protocol.types import Record
+from shoal.swarm.protocol.types import MAX_MEMBERS, Record
 
 MAX_SETTINGS_DEPTH = 8
 
@@ -620,10 +620,10 @@ class AccessSection(Record):
         int, Field(gt=0, le=10**6, description="newcomers from one network (IPv4 /24, IPv6 /48)")
     ] = 60
     members_per_network: Annotated[
-        int, Field(gt=0, le=4096, description="members without credit, from one network")
+        int, Field(gt=0, le=MAX_MEMBERS, description="members without credit, from one network")
     ] = 128
     members_without_credit: Annotated[
-        Annotated[int, Field(gt=0, le=4096)] | None,
+        Annotated[int, Field(gt=0, le=MAX_MEMBERS)] | None,
         Field(
             description=(
                 "members without credit, in total; by default 128, or twice the members with credit if that is more"

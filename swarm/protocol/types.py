@@ -11,7 +11,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from shoal.swarm.protocol.addresses import join_host_port
 
-MAX_MEMBERS = 1024
+MAX_MEMBERS = 16_384
+"""Most members that a plan can name. Runs take fewer (``RUN_MEMBERS``), simulations do not."""
+
+RUN_MEMBERS = 1024
+"""Most members of a role in a run."""
+
 MAX_PARTS = 2 * MAX_MEMBERS  # rows of unequal size have some more parts than members
 MAX_STAND_INS = 3
 MAX_CHUNK_ELEMENTS = 2**22

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.peer.cli.host import HOST_DESCRIPTORS, warn_descriptors
 from shoal.peer.cli.main import allow_descriptors
-from shoal.swarm.protocol.types import MAX_MEMBERS
+from shoal.swarm.protocol.types import RUN_MEMBERS
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -57,4 +57,4 @@ def test_a_host_that_cannot_have_enough_says_so(caplog: pytest.LogCaptureFixture
     assert not caplog.records
     warn_descriptors(1024)
     assert "1024 open files" in caplog.text
-    assert str(MAX_MEMBERS) in caplog.text
+    assert str(RUN_MEMBERS) in caplog.text

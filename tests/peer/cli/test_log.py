@@ -22,7 +22,7 @@ from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.errors import SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
-from shoal.swarm.protocol.types import MAX_MEMBERS
+from shoal.swarm.protocol.types import RUN_MEMBERS
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
 ORIGIN = HistoryOrigin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))
@@ -297,7 +297,7 @@ def test_only_the_last_rounds_shown_are_checked_from_the_first(tmp_path: Path) -
 
 def test_a_large_swarm_fits(tmp_path: Path) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz234567"
-    peers = sorted(f"{letters[n // 32]}{letters[n % 32]}" * 8 for n in range(MAX_MEMBERS))
+    peers = sorted(f"{letters[n // 32]}{letters[n % 32]}" * 8 for n in range(RUN_MEMBERS))
     members = tuple(PlanMember(peer=peer, weight_tokens=1) for peer in peers)
     verdicts = history({"plan": PLAN.model_copy(update={"members": members})})
     assert "1024: " in shown(written(tmp_path, verdicts))

@@ -11,7 +11,7 @@ from tests.fakes.rounds import results_of, verdict_on
 from shoal.swarm.averaging import results
 from shoal.swarm.averaging.results import ResultStore, RoundMean
 from shoal.swarm.errors import BlobUnavailable, WireError
-from shoal.swarm.protocol.types import MAX_MEMBERS
+from shoal.swarm.protocol.types import RUN_MEMBERS
 from shoal.swarm.transport.bulk.data_connection import MAX_CHUNK_BYTES
 
 ELEMENTS = 5 * 64 + 7
@@ -79,7 +79,7 @@ def test_a_mean_outlives_its_store() -> None:
 def test_chunks_are_as_large_as_frames_can_be_and_no_larger() -> None:
     plan = plan_of([3] * 4, [[0, 1, 2, 3]], 2**24, chunk=2**22)
     store = ResultStore(plan, get_codec_map("int8"))
-    of_most_members = 2 * MAX_MEMBERS // 8  # a bit each, and in a grid one for its row
+    of_most_members = 2 * RUN_MEMBERS // 8  # a bit each, and in a grid one for its row
     assert 2**22 < store.group.result_bytes(store.codec(0), 2**22) + of_most_members <= MAX_CHUNK_BYTES
     with pytest.raises(WireError, match="chunks of 4194304 values; the codec allows 1048576"):
         ResultStore(plan, get_codec_map("float32"))

@@ -19,7 +19,7 @@ MachineT = TypeVar("MachineT", bound=PlainRun | PipelineRun)
 def attributes_of(machine: Any, left_out: set[str]) -> dict[str, Any]:
     """Every attribute, so that none is forgotten in a snapshot; rosters have other versions after each start."""
     found = {name: value for name, value in vars(machine).items() if name not in left_out}
-    caches = ("roster_version", "_changes", "_states", "_remembered")
+    caches = ("roster_version", "_changes", "_states", "_credits", "_meetings", "_remembered", "_quiet_until_s")
     found["membership"] = {name: value for name, value in vars(machine.membership).items() if name not in caches}
     found["access_list"] = machine.admission.access_list
     current = found.get("round")

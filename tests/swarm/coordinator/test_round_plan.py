@@ -24,7 +24,7 @@ from shoal.swarm.coordinator.round_plan import (
 )
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
 from shoal.swarm.protocol.rounds import RoundPlan, leaf_elements
-from shoal.swarm.protocol.types import MAX_MEMBERS, MAX_STAND_INS
+from shoal.swarm.protocol.types import MAX_STAND_INS, RUN_MEMBERS
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, _packb
 
 # Chunks, shares and parts -----------------------------------------------------------------------------------
@@ -376,8 +376,8 @@ def test_who_cannot_deliver_reduces_no_row() -> None:
 def test_the_largest_plans_can_be_sent() -> None:
     """Also where groups are so small that columns are far longer than rows."""
     for group_size in (2, 3, 5, 31, 32):
-        made = lay_out(2**30, [None] * MAX_MEMBERS, [True] * MAX_MEMBERS, PlanRules(group_size, 0))
+        made = lay_out(2**30, [None] * RUN_MEMBERS, [True] * RUN_MEMBERS, PlanRules(group_size, 0))
         columns = _packb([list(column) for column in made.columns])
         parts = _packb([part.model_dump() for part in made.parts])
-        assert len(made.parts) <= 2 * MAX_MEMBERS
+        assert len(made.parts) <= 2 * RUN_MEMBERS
         assert len(columns) + len(parts) < MAX_MESSAGE_BYTES / 20

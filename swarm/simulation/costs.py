@@ -1,0 +1,73 @@
+"""Measured costs of the coordinator and of members, which are not simulated but added up.
+
+Those of the coordinator are a fit to ``benchmarks/coordinator.py``; the bytes of its messages are those that they have
+on the wire, encoded now and then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+CPU_S_BY_MESSAGE = {
+    "join": 6e-3,
+    "heartbeat": 5e-4,
+    "lease": 4e-4,
+    "ready": 1.2e-3,
+    "report": 1.5e-3,
+    "leave": 5e-4,
+    "push": 3e-4,
+}
+"""Processor seconds for a message of each kind with its answer, on one core of that benchmark's machine."""
+
+CPU_S_PER_BYTE = 2.5e-9
+"""For each byte that the coordinator sends: encryption, copies and the kernel."""
+
+PACK_S_PER_ELEMENT = 1.5e-9
+"""A member's seconds from the last step to ``ready``: difference to the anchor, norms, encoding and hashes."""
+
+APPLY_S_PER_ELEMENT = 2.0e-9
+"""A member's seconds from the verdict to the next step: decoding, outer step, digest, copy to the model."""
+
+START_S = 4.0
+"""A member's seconds from the start of its process until it asks to join: imports and the model's building."""
+
+
+@dataclass
+class HostMeter:
+    """What the coordinator has sent, received and computed. Sums are over the run."""
+
+    messages: Counter[str] = field(default_factory=Counter)
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _until_next: Counter[str] = field(default_factory=Counter)
+
+    _EVERY = 997
+
+    def count(self, kind: str, received: Callable[[], int], answer_bytes: float, times: float = 1.0) -> None:
+        """Count a request and its answer, ``times`` times. ``received``: encodes the request; now and then it is
+        asked, and its last answer is taken in between."""
+        if not self._until_next[kind]:
+            self._sizes[kind], self._until_next[kind] = received(), self._EVERY
+        self._until_next[kind] -= 1
+        self.messages[kind] += 1 if times == 1.0 else round(times)
+        self.received_bytes += times * self._sizes[kind]
+        self.sent_bytes += times * answer_bytes
+
+    def push(self, members: int, each_bytes: float) -> None:
+        """Count a view that so many members are sent."""
+        self.messages["push"] += members
+        self.sent_bytes += members * each_bytes
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds of everything counted."""
+        of_messages = sum(CPU_S_BY_MESSAGE[kind] * times for kind, times in self.messages.items())
+        return of_messages + CPU_S_PER_BYTE * self.sent_bytes
+
+
+def push_s(each_bytes: float, host_bps: float) -> float:
+    """Return the seconds that a view takes for each member: the processor's, or the link's."""
+    return max(CPU_S_BY_MESSAGE["push"] + CPU_S_PER_BYTE * each_bytes, 8 * each_bytes / host_bps)

@@ -1,0 +1,595 @@
+"""A simulated run: the real coordinator on a virtual clock, between light members, and what comes of it.
+
+The coordinator is ``PlainRun`` as it decides in a host: admission, leases, credit, plans, verdicts. Its journal takes
+no time, and its messages take the time of the links and of its processor (``costs.py``). Members are ``LightMember``s,
+exchanges those of ``links.py``. Same run file, trace and seed: same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shoal.swarm.averaging.norm_claims import pack, ranges
+from shoal.swarm.coordinator.round_scope import RoundScope
+from shoal.swarm.coordinator.run import PlainRun
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.errors import NotAdmitted, TryLater, UserError
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerView,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorJoinRun,
+    PeerToCoordinatorRequestLease,
+    PeerToCoordinatorRoundReady,
+    PeerToCoordinatorRoundReport,
+)
+from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import Address, Delivery, DeviceInfo, Message, TensorSpec
+from shoal.swarm.protocol.wire import Envelope, encode
+from shoal.swarm.sample_ranges import Ranges, count
+from shoal.swarm.simulation.costs import APPLY_S_PER_ELEMENT, PACK_S_PER_ELEMENT, HostMeter, push_s
+from shoal.swarm.simulation.event_queue import EventQueue
+from shoal.swarm.simulation.links import Exchange, PackedSizes, exchange_of, traffic_of
+from shoal.swarm.simulation.member import PHASES, LightMember, News
+from shoal.swarm.simulation.traces import Trace
+
+_TICK_S = 0.1
+_NO_LIMIT_BYTES = 2**50
+_FEW, _MANY = 200, 2000
+"""Members up to which the coordinator looks at the clock as often as a real one does, and from which on heartbeats and
+leases are simulated in threes."""
+
+_MOST_DELIVERIES = 16
+_GONE_S = 0.5
+"""Time after which others notice that a process has ended whose machine still runs."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The trained model, as far as a simulation needs it."""
+
+    elements: int
+    tokens_per_sample: int
+
+
+@dataclass(frozen=True)
+class SimulatedRound:
+    """One verdict. Moments are seconds from the start of the run."""
+
+    number: int
+    committed: bool
+    opened_s: float
+    closes_s: float
+    planned_s: float
+    ended_s: float
+    members: int
+    rows: int
+    tokens: int
+    tokens_total: int
+    exchange_s: float
+
+
+@dataclass
+class Samples:
+    """Samples by what became of them. ``leased``: granted in all, those that were returned again; ``fresh``: leased at
+    least once, which are committed, held or returned."""
+
+    leased: int = 0
+    fresh: int = 0
+    committed: int = 0
+    held: int = 0
+    returned: int = 0
+    lost: int = 0
+    """Trained on in vain, as who had them died before its contribution was in a mean."""
+
+
+@dataclass
+class Result:
+    """Outcome of a simulation. Bytes and seconds are sums over the run; ``spent_s``: member-seconds by phase."""
+
+    rounds: list[SimulatedRound] = field(default_factory=list)
+    members: int = 0
+    duration_s: float = 0.0
+    tokens: int = 0
+    possible_tokens: float = 0.0
+    members_mean: float = 0.0
+    members_most: int = 0
+    refused_joins: int = 0
+    never_admitted: int = 0
+    member_sent_bytes: float = 0.0
+    member_received_bytes: float = 0.0
+    served_bytes: float = 0.0
+    """Of states and of results that somebody had missed."""
+    relayed_bytes: float = 0.0
+    host: HostMeter = field(default_factory=HostMeter)
+    largest_view_bytes: int = 0
+    spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    samples: Samples = field(default_factory=Samples)
+    price: float = 0.0
+    ended: bool = False
+    calls: int = 0
+
+    @property
+    def committed(self) -> list[SimulatedRound]:
+        return [one for one in self.rounds if one.committed]
+
+
+class SimulatedRun:
+    """One simulation; ``simulate`` runs it."""
+
+    def __init__(self, run: RunFile, model: Model, trace: Trace, members: int, seed: int) -> None:
+        # Members need no invite here: who may join is no question of time.
+        self.run = run.model_copy(update={"access": run.access.model_copy(update={"admission": "open"})})
+        self.clock = EventQueue()
+        self.result = Result(members=members)
+        self.elements, self.tokens_per_sample = model.elements, model.tokens_per_sample
+        self.deadlines = Deadlines(run.round.patience_s)
+        self.sizes = PackedSizes.of(run.format_map(()), model.elements, 2)
+        self.result_bytes = self.sizes.result * model.elements
+        self.state_bytes = 4.0 * model.elements * (1 + run.outer.slots)
+        self.pack_s = PACK_S_PER_ELEMENT * model.elements
+        self.apply_s = APPLY_S_PER_ELEMENT * model.elements
+        self.norms = pack([1.0] * len(ranges(model.elements)))
+        self.relays = (Address(kind="relayed", host="192.0.2.2", control_port=7072, relay_key=bytes(32)),)
+        host = Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"host %d" % seed).digest()))
+        self.machine = PlainRun(self.run, host.sign, 0.0, 1)
+        self.scope: RoundScope = self.machine.scope
+        self.scope.membership.places = max(self.scope.membership.places, members)
+        self.beats_at_once = 1.0 if members <= _MANY else 3.0
+        self.beat_s = self.beats_at_once * self.deadlines.heartbeat_s
+        self.lease_s = self.beats_at_once * self.deadlines.lease_s
+        self._tick_s = _TICK_S if members <= _FEW else 5 * _TICK_S if members <= _MANY else 10 * _TICK_S
+        self._trace = trace
+        machines = trace.machines(members, seed)
+        self.members = [LightMember(self, number, one, seed) for number, one in enumerate(machines)]
+        self._by_peer = {one.peer: one for one in self.members}
+        self._digests: dict[int, bytes] = {}
+        self._told: tuple[int, str] = self.scope.urgent_state[:2]
+        self._news: tuple[tuple[int, str, float], News] | None = None
+        self._exchange: Exchange | None = None
+        self._exchange_ends_s = 0.0
+        self._exchange_from_s = 0.0
+        self._dead: set[int] = set()
+        self._planned_s = 0.0
+        self._parts_digests: tuple[bytes, ...] = ()
+        self._alive = 0
+        self._alive_since_s = 0.0
+        self._joined: set[str] = set()
+        self._plan_bytes = self._verdict_bytes = 0
+        self._base_bytes, self._entry_bytes = 600, 420
+        self._roster_pushed = 0
+        self._push_free_s = 0.0
+        self._push_waits = False
+        self._fetching = 0
+        self._closes_s = 0.0
+        self._reduced: tuple[RoundPlan, Counter[int]] | None = None
+        self._say: Callable[[str], None] = lambda words: None
+
+    # The loop -----------------------------------------------------------------------------------------------
+
+    def simulate(self, until_s: float, rounds: int | None, say: Callable[[str], None] | None = None) -> Result:
+        """Run until the run's end, the moment ``until_s``, or so many verdicts."""
+        for member in self.members:
+            member.begin()
+        self.clock.after(self._tick_s, self._tick)
+        self._say = say or self._say
+        self.clock.run(lambda: self._is_over(rounds), until_s)
+        for member in self.members:
+            member.end()
+        return self._finish()
+
+    def _is_over(self, rounds: int | None) -> bool:
+        return self.scope.has_ended or (rounds is not None and len(self.result.rounds) >= rounds)
+
+    def _tick(self) -> None:
+        self.machine.tick(self.clock.now_s)
+        self._settle()
+        self.clock.after(self._tick_s, self._tick)
+
+    def _settle(self) -> None:
+        """Tell the members what the coordinator has just decided."""
+        self.scope.log.take()
+        now = self.scope.urgent_state[:2]
+        if now == self._told:
+            self._push_roster()
+            return
+        before, self._told = self._told, now
+        scope = self.scope
+        if now[0] != before[0]:
+            self._note_verdict()
+        if now[1] == "closing":
+            self._closes_s = scope.round.closes_s
+        elif now[1] == "averaging":
+            self._begin_exchange()
+        self._announce()
+
+    def _announce(self) -> None:
+        """Push a view to each member, one after the other."""
+        news, live = self.news(), list(self.scope.membership.live)
+        each_bytes = float(self._base_bytes)
+        if news.phase == "averaging":
+            each_bytes += self._plan_bytes
+        elif news.phase in ("training", "ended") and self.scope.verdict is not None:
+            each_bytes += self._verdict_bytes
+        each_bytes += self._roster_bytes(self._roster_pushed)
+        self._roster_pushed = self.scope.membership.roster_version
+        each_s = push_s(each_bytes, self._trace.host_bps)
+        self.result.host.push(len(live), each_bytes)
+        self._push_free_s = self.clock.now_s + 2 * each_s * len(live)
+        for place, peer in enumerate(live):
+            member = self._by_peer[peer]
+            delay_s = (place + 1) * each_s + member.machine.latency_s + 8 * each_bytes / member.machine.down_bps
+            self.clock.after(delay_s, _Delivery(member, member.hear, news))
+
+    def _push_roster(self) -> None:
+        """Push who has come and gone, as often as telling it leaves half of the time for other things."""
+        membership = self.scope.membership
+        if membership.roster_version == self._roster_pushed or self.clock.now_s < self._push_free_s:
+            return
+        each_bytes = self._base_bytes + self._roster_bytes(self._roster_pushed)
+        each_s = push_s(each_bytes, self._trace.host_bps)
+        self._roster_pushed = membership.roster_version
+        self.result.host.push(len(membership.live), each_bytes)
+        self._push_free_s = self.clock.now_s + 2 * each_s * len(membership.live)
+
+    def _roster_bytes(self, since: int) -> float:
+        version = self.scope.membership.roster_version
+        changes = min(version - since, len(self.scope.membership.live)) if since > 0 else len(self._joined)
+        return float(changes * self._entry_bytes)
+
+    def news(self) -> News:
+        """Return what a view tells now."""
+        one = self.scope.round
+        key = (one.number, one.phase, one.closes_s)
+        if self._news is None or self._news[0] != key:
+            planned = {member.peer: index for index, member in enumerate(one.plan.members)} if one.plan else {}
+            verdict = self.scope.verdict
+            committed = verdict is not None and verdict.committed and verdict.round == one.number - 1
+            version = self.scope.anchor_version
+            self._news = key, News(one.number, one.phase, one.closes_s, version, one.plan, planned, committed)
+        return self._news[1]
+
+    def digest(self, version: int) -> bytes:
+        """Return the digest of the state that all honest members hold at this version."""
+        if version not in self._digests:
+            self._digests[version] = hashlib.sha256(b"state %d" % version).digest()
+        return self._digests[version]
+
+    # Rounds -------------------------------------------------------------------------------------------------
+
+    def _begin_exchange(self) -> None:
+        plan = self.scope.round.plan
+        assert plan is not None
+        planned = [self._by_peer[one.peer] for one in plan.members]
+        rows = 1 + max(one.row for one in plan.members)
+        sizes = PackedSizes.of(self.run.format_map(()), self.elements, -(-len(planned) // rows))
+        machines = [one.machine for one in planned]
+        traffic = traffic_of(plan, sizes, [one.reachable for one in machines])
+        self._exchange = exchange_of(
+            traffic,
+            [one.up_bps for one in machines],
+            [one.down_bps for one in machines],
+            elements=self.elements,
+            latency_s=median(one.latency_s for one in machines),
+            patience_s=self.deadlines.contribution_s,
+            relay_bps=self._trace.relay_bps,
+        )
+        now_s = self.clock.now_s
+        self._planned_s, self._exchange_from_s = now_s, now_s
+        self._dead = set()
+        view = CoordinatorToPeerView(view=self.scope.view(plan.members[0].peer, now_s, 0, None))
+        whole = len(encode(Envelope("notice", 0, view), _NO_LIMIT_BYTES))
+        bare = view.view.model_copy(update={"plan": None, "roster": None, "roster_delta": None, "verdict": None})
+        entries = len(view.view.roster or ())
+        without = view.view.model_copy(update={"plan": None, "verdict": None})
+        with_roster = len(encode(Envelope("notice", 0, CoordinatorToPeerView(view=without)), _NO_LIMIT_BYTES))
+        self._base_bytes = len(encode(Envelope("notice", 0, CoordinatorToPeerView(view=bare)), _NO_LIMIT_BYTES))
+        if entries:
+            self._entry_bytes = (with_roster - self._base_bytes) // entries
+        only_plan = view.view.model_copy(update={"roster": None, "roster_delta": None, "verdict": None})
+        only = len(encode(Envelope("notice", 0, CoordinatorToPeerView(view=only_plan)), _NO_LIMIT_BYTES))
+        self._plan_bytes = only - self._base_bytes
+        self.result.largest_view_bytes = max(self.result.largest_view_bytes, whole)
+        # The exchange begins for everybody when the last member has the plan.
+        last_s = push_s(self._base_bytes + self._plan_bytes, self._trace.host_bps) * len(self.scope.membership.live)
+        slowest_s = max(one.latency_s + 8 * self._plan_bytes / one.down_bps for one in machines)
+        self._exchange_ends_s = now_s + last_s + slowest_s + self._exchange.took_s
+        number = plan.round
+        self._parts_digests = tuple(
+            hashlib.sha256(b"part %d %d" % (number, index)).digest() for index in range(len(plan.parts))
+        )
+
+    def exchange_ends_s(self, index: int) -> float:
+        return self._exchange_ends_s
+
+    def moved(self, index: int) -> tuple[float, float, float]:
+        """Return the bytes that a member has sent, received, and sent over a relay."""
+        assert self._exchange is not None
+        one = self._exchange.traffic[index]
+        return one.sent, one.received, one.relayed
+
+    def died_in_exchange(self, member: LightMember) -> None:
+        """A member is gone, which others notice, and do without: its parts are collected again by stand-ins."""
+        plan, exchange = self.scope.round.plan, self._exchange
+        index = self.news().planned.get(member.peer)
+        if plan is None or exchange is None or index is None or index in self._dead:
+            return
+        now_s, one = self.clock.now_s, exchange.traffic[index]
+        self._dead.add(index)
+        member.count_traffic(index)  # in full, as if it had died at the end
+        share = max(0.0, min(1.0, (now_s - self._exchange_from_s) / max(exchange.took_s, 1e-9)))
+        noticed_s = self.deadlines.result_s if one.owns else self.deadlines.contribution_s
+        again_s = (1.0 - share) * exchange.busy_s[index] if one.owns else 0.0
+        self._exchange_ends_s = max(self._exchange_ends_s, now_s + noticed_s + again_s)
+
+    def report_of(self, index: int) -> PeerToCoordinatorRoundReport:
+        """Return what a member of the plan reports: all parts, whom they lack, and what links have shown."""
+        plan, exchange = self.scope.round.plan, self._exchange
+        assert plan is not None
+        assert exchange is not None
+        dropped = tuple(sorted(self._dead | exchange.left_out))
+        deliveries: list[Delivery] = []
+        if exchange.traffic[index].owns:
+            row = plan.members[index].row
+            mates = [one for one, member in enumerate(plan.members) if member.row == row and one != index]
+            at = plan.round % max(1, len(mates))
+            for mate in (mates[at:] + mates[:at])[:_MOST_DELIVERIES]:
+                deliveries.append(Delivery(member=mate, bps=max(1.0, self._rate_to(mate, index))))
+        return PeerToCoordinatorRoundReport(
+            round=plan.round,
+            digests=self._parts_digests,
+            dropped=dropped,
+            undelivered=dropped if exchange.traffic[index].owns else (),
+            failed=tuple(one for one in dropped if one in self._dead and exchange.traffic[one].owns),
+            deliveries=tuple(deliveries),
+            trouble="",
+        )
+
+    def _rate_to(self, sender: int, owner: int) -> float:
+        """Return the rate at which an owner gets a member's contribution, whose link serves all owners at once."""
+        assert self._exchange is not None
+        plan = self.scope.round.plan
+        assert plan is not None
+        if self._reduced is None or self._reduced[0] is not plan:
+            reduced: Counter[int] = Counter()
+            for part in plan.parts:
+                for one in plan.row_reducers(part) or (part.owner,):
+                    reduced[one] += part.stop - part.start
+            self._reduced = plan, reduced
+        machine = self._by_peer[plan.members[sender].peer].machine
+        sent = self._exchange.traffic[sender].sent
+        share = self._reduced[1][owner] * self.sizes.contribution / sent if sent else 0.0
+        return machine.up_bps * min(1.0, share)
+
+    def _note_verdict(self) -> None:
+        verdict = self.scope.verdict
+        if verdict is None:
+            return
+        plan, exchange = verdict.plan, self._exchange
+        if plan is not None:
+            # Digests, and a signature of each part's maker, beside the plan.
+            self._verdict_bytes = self._plan_bytes + 145 * len(plan.parts) + 500
+        before = self.result.rounds[-1].ended_s if self.result.rounds else 0.0
+        one = SimulatedRound(
+            number=verdict.round,
+            committed=verdict.committed,
+            opened_s=before,
+            closes_s=self._closes_s,
+            planned_s=self._planned_s if plan is not None else self.clock.now_s,
+            ended_s=self.clock.now_s,
+            members=len(plan.members) if plan is not None else 0,
+            rows=1 + max(member.row for member in plan.members) if plan is not None else 0,
+            tokens=verdict.tokens,
+            tokens_total=verdict.tokens_total,
+            exchange_s=exchange.took_s if exchange is not None and plan is not None else 0.0,
+        )
+        self.result.rounds.append(one)
+        if verdict.committed and plan is not None and exchange is not None:
+            self.result.relayed_bytes += exchange.relayed_bytes
+        self._say(f"round {one.number}: {one.members} members, {one.tokens:,} tokens, {one.ended_s - before:.1f} s")
+
+    # Requests -----------------------------------------------------------------------------------------------
+
+    def join(self, member: LightMember) -> bool:
+        """Let a machine join; False if the run has no place for it now."""
+        now_s, scope, machine = self.clock.now_s, self.scope, member.machine
+        entry = member.entry
+        try:
+            with scope.admission.joining(entry.certificate, "trainer", machine.network, now_s):
+                device = DeviceInfo(kind="cuda", name=machine.device[:100], memory_bytes=0)
+                scope.admission.join(entry, device, now_s, machine.network)
+        except (TryLater, NotAdmitted):
+            self.result.refused_joins += 1
+            self.result.host.count("join", lambda: 600, 300.0)
+            return False
+        self._joined.add(member.peer)
+        if scope.model is None:
+            layout = (TensorSpec(name="model", shape=(self.elements,)),)
+            model = PeerToCoordinatorDescribeModel(
+                layout=layout, corpus_digest=bytes(32), tokens_per_sample=self.tokens_per_sample
+            )
+            scope.describe_model(member.peer, model)
+
+        def size() -> int:
+            device = DeviceInfo(kind="cuda", name=machine.device[:100], memory_bytes=0)
+            return self._size(
+                PeerToCoordinatorJoinRun(
+                    run=self.run.run.name,
+                    certificate=entry.certificate,
+                    name=entry.name,
+                    role="trainer",
+                    device=device,
+                    addresses=entry.addresses,
+                    token=b"",
+                )
+            )
+
+        roster = self._base_bytes + self._entry_bytes * len(scope.membership.live)
+        self.result.host.count("join", size, roster + self._verdict_bytes)
+        member.roster_version = scope.membership.roster_version
+        self._settle()
+        return True
+
+    def leave(self, member: LightMember) -> None:
+        self.scope.admission.leave(member.peer, "left", self.clock.now_s)
+        self.result.host.count("leave", lambda: 100, 100.0)
+        self.machine.tick(self.clock.now_s)
+        self._settle()
+
+    def _is_here(self, member: LightMember) -> bool:
+        return member.peer in self.scope.membership.live
+
+    def heartbeat(self, member: LightMember, times: float) -> News | None:
+        """Take a heartbeat; None if the member was removed."""
+        if not self._is_here(member):
+            return None
+        beat = member.heartbeat()
+        self.scope.heartbeat(member.peer, beat, self.clock.now_s)
+        self.result.host.count("heartbeat", lambda: self._size(beat), self._answer_bytes(member), times)
+        self._settle()
+        return self.news()
+
+    def lease(self, member: LightMember, ask: PeerToCoordinatorRequestLease) -> Ranges:
+        if not self._is_here(member):
+            return []
+        granted = self.scope.leasing.request(member.peer, ask, self.clock.now_s)
+        self.result.host.count("lease", lambda: self._size(ask), 120.0, self.beats_at_once)
+        self.scope.log.take()
+        self.result.samples.leased += count(granted)
+        return granted
+
+    def ready(self, member: LightMember, ready: PeerToCoordinatorRoundReady) -> News:
+        """Take a contribution. Raises ``LinkError`` for one that is not wanted."""
+        if not self._is_here(member):
+            raise NotAdmitted("not a member any more")
+        self.scope.ready(member.peer, ready, self.clock.now_s)
+        self.result.host.count("ready", lambda: self._size(ready), self._answer_bytes(member))
+        if self.scope.is_complete():
+            self.machine.tick(self.clock.now_s)
+        self._settle()
+        return self.news()
+
+    def report(self, member: LightMember, report: PeerToCoordinatorRoundReport) -> News:
+        if self._is_here(member):
+            self.scope.report(member.peer, report, self.clock.now_s)
+            self.result.host.count("report", lambda: self._size(report), self._answer_bytes(member))
+            if self.scope.is_complete():
+                self.machine.tick(self.clock.now_s)
+            self._settle()
+        return self.news()
+
+    def _answer_bytes(self, member: LightMember) -> float:
+        """Return the size of a view in answer to a request, of a member that knows the newest verdict."""
+        plan = self._plan_bytes if self.scope.round.phase == "averaging" else 0
+        version, known = self.scope.membership.roster_version, max(member.roster_version, self._roster_pushed)
+        member.roster_version = version
+        return self._base_bytes + plan + self._entry_bytes * float(version - known)
+
+    def _size(self, message: Message) -> int:
+        return len(encode(Envelope("request", 1, message, run=self.run.run.name), _NO_LIMIT_BYTES))
+
+    # States -------------------------------------------------------------------------------------------------
+
+    def is_without_state(self) -> bool:
+        """Whether nobody holds the newest state."""
+        return not self.scope.synced()
+
+    def fetch_s(self, member: LightMember, size: float) -> float:
+        """Return the seconds of a download from all that hold the state: their uplinks serve it beside rounds."""
+        donors = self.scope.synced()
+        spare_bps = sum(self._by_peer[peer].machine.up_bps for peer in donors) / max(1, self._fetching + 1)
+        seconds = 8 * size / min(member.machine.down_bps, max(spare_bps, 1.0))
+        self._fetching += 1
+        self.clock.after(seconds, self._fetched)
+        return seconds
+
+    def _fetched(self) -> None:
+        self._fetching -= 1
+
+    def served(self, size: float) -> None:
+        """Count bytes that donors send to one member."""
+        self.result.served_bytes += size
+
+    # Sums ---------------------------------------------------------------------------------------------------
+
+    def count_alive(self, member: LightMember, change: int) -> None:
+        now_s = self.clock.now_s
+        self.result.members_mean += self._alive * (now_s - self._alive_since_s)
+        self._alive_since_s = now_s
+        self._alive += change
+        self.result.members_most = max(self.result.members_most, self._alive)
+        if change > 0:
+            member.since_s = now_s
+        else:
+            seconds = now_s - member.since_s
+            member.there_s += seconds
+            self.result.possible_tokens += seconds * member.speed_tps
+            self.result.price += seconds / 3600 * member.machine.price_per_hour
+
+    def _finish(self) -> Result:
+        result, scope = self.result, self.scope
+        result.duration_s = self.clock.now_s
+        result.members_mean /= max(result.duration_s, 1e-9)
+        result.tokens = scope.tokens_committed
+        result.never_admitted = sum(one.there_s > 0 and one.peer not in self._joined for one in self.members)
+        for member in self.members:
+            result.member_sent_bytes += member.up_bytes
+            result.member_received_bytes += member.down_bytes
+            for phase, seconds in member.spent_s.items():
+                result.spent_s[phase] += seconds
+        result.member_sent_bytes += result.served_bytes
+        samples = result.samples
+        samples.held = scope.leases.outstanding()
+        samples.returned = count(scope.leases.pool)
+        samples.fresh = scope.leases.fresh
+        samples.committed = scope.tokens_committed // self.tokens_per_sample
+        samples.lost = count(scope.retrained.lost)
+        result.ended = scope.has_ended
+        result.calls = self.clock.calls
+        return result
+
+
+class _Delivery:
+    """A view under way to a process, which may have ended by then."""
+
+    __slots__ = ("_call", "_life", "_member", "_news")
+
+    def __init__(self, member: LightMember, call: Callable[[News], None], news: News) -> None:
+        self._member, self._life, self._call, self._news = member, member.life, call, news
+
+    def __call__(self) -> None:
+        if self._member.life == self._life:
+            self._call(self._news)
+
+
+def simulate(
+    run: RunFile,
+    model: Model,
+    trace: Trace,
+    members: int,
+    seed: int,
+    until_s: float,
+    rounds: int | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Result:
+    """Simulate a run of so many machines of the trace until its end, ``until_s``, or so many verdicts.
+
+    ``say`` gets a line for each verdict. Raises ``UserError`` for a run of another kind."""
+    if run.collective is not None:
+        raise UserError("[collective]: rounds of collectives are made by their callers, and are not simulated")
+    if run.pipeline is not None:
+        raise UserError("[pipeline]: only runs without stages are simulated")
+    return SimulatedRun(run, model, trace, members, seed).simulate(until_s, rounds, say)
+
+
+def horizon_s(run: RunFile, limit_s: float | None) -> float:
+    """Return the latest moment of a simulation: its limit, or that of the run file."""
+    return min(limit_s or math.inf, run.run.max_s or math.inf)
