@@ -276,7 +276,8 @@ def links_seen(
     slowness: dict[str, list[float]] = {}
     for member, by_witness in rates.items():
         values = sending_bps(plan, traffic, member, by_witness)
-        if values:
+        # One alone may put its own slow link on the sender; of two members it is anyhow one of them.
+        if len(values) > 1 or (values and len(peers) == 2):
             bps = median_high(values)
             links[peers[member]] = replace(links[peers[member]], send_bps=bps, send_s=8 * sent[peers[member]] / bps)
         shares = traffic.shares(member)

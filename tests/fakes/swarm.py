@@ -17,6 +17,7 @@ from shoal.compression.codec_map import CodecMap
 from shoal.compression.range_reader import TensorReader
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcome import Aborted, Committed, RoundOffer, RoundOutcome
+from shoal.swarm.averaging.phase_clock import PhaseClock
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerLease,
@@ -26,7 +27,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRequestLease,
 )
 from shoal.swarm.protocol.rounds import RunView
-from shoal.swarm.protocol.types import KeptState, Role, TensorSpec
+from shoal.swarm.protocol.types import KeptState, PathReport, Role, TensorSpec
 from shoal.swarm.sample_ranges import Ranges, count, merge, to_wire
 from shoal.swarm.transport.node import ScopedEndpoint
 
@@ -96,6 +97,7 @@ class SimMember:
         """Whether it has the run's state; else it tells what it has ``kept``."""
         self.kept: tuple[KeptState, ...] = ()
         self.diverged: KeptState | None = None
+        self.paths: tuple[PathReport, ...] = ()
 
     @property
     def peer(self) -> str:
@@ -115,6 +117,7 @@ class SimMember:
         model = PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=bytes(32), tokens_per_sample=1)
         await self.client.ask(model, CoordinatorToPeerModelAccepted)
         self.averager = await self._make_averager(tasks)
+        self.averager.clock = PhaseClock(asyncio.get_running_loop().time)
         self.round = self.view.round
         await self.beat()
         self.task = tasks.create_task(self._live())
@@ -158,6 +161,8 @@ class SimMember:
             bytes_received=0,
             bandwidth_bps=self.bandwidth_bps,
             roster_version=0,
+            paths=self.paths,
+            phase=self.averager.clock.phase,
         )
         try:
             await self.client.heartbeat(heartbeat)
