@@ -584,6 +584,25 @@ def top_command(
     run_loop(watch(run, console, every, SortBy(sort)))
 
 
+@app.command("trace")
+def trace_command(
+    invite: InviteArgument,
+    number: Annotated[
+        int | None, typer.Option("--round", min=0, help="One of the last rounds; by default the newest that has ended.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write, by default RUN-round-N.trace.json.")] = None,
+) -> None:
+    """Write what all members did in a round as a trace for chrome://tracing or https://ui.perfetto.dev."""
+    from shoal.peer.cli.trace import write_trace
+    from shoal.swarm.protocol.invite import Invite
+
+    written = write_trace(Invite.read(invite), number, out)
+    console.print(f"{written.path}: round {written.round} of {written.members} members", soft_wrap=True)
+    console.print(f"the members' clocks are put on the coordinator's, to within {1000 * written.error_s:.0f} ms")
+    if written.silent:
+        console.print(f"nothing is known of that round from {', '.join(written.silent)}", soft_wrap=True, markup=False)
+
+
 @app.command("doctor")
 def doctor_command(
     subject: Annotated[

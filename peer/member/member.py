@@ -49,6 +49,7 @@ from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
     Acknowledged,
+    CoordinatorToPeerGetSpans,
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
     CoordinatorToPeerWork,
@@ -58,6 +59,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
     PeerToCoordinatorScoreWork,
+    PeerToCoordinatorSpans,
 )
 from shoal.swarm.protocol.rounds import PlanMember, RunView, Verdict
 from shoal.swarm.protocol.types import (
@@ -65,11 +67,13 @@ from shoal.swarm.protocol.types import (
     DivergenceWord,
     Headway,
     KeptState,
+    Message,
     SampleRange,
     TensorSpec,
 )
 from shoal.swarm.protocol.work_scores import WorkScore
 from shoal.swarm.sample_ranges import Ranges, to_wire
+from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
 from shoal.swarm.transport.paths.port_mapping import PortMapper
@@ -147,6 +151,7 @@ class LocalMember:
         self.progress = Progress()
         self.clock = PhaseClock()
         """What the training thread and the averaging spend their time on."""
+        node.control.handle(CoordinatorToPeerGetSpans, self._on_get_spans, client.scope)
         self.state: AnchorState | None = None
         self.compression = 1.0
         self._keeper: RecordArchive | None = None
@@ -543,6 +548,13 @@ class LocalMember:
                 self.clock.exchange(None)
             await in_thread(return_freed_memory)  # what the round has
         return outcome
+
+    async def _on_get_spans(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, CoordinatorToPeerGetSpans)
+        if not self.client.is_coordinator(channel):
+            raise NotAdmitted("only the coordinator asks for the spans of a round")
+        spans, now_s = self.clock.spans(message.round)
+        return PeerToCoordinatorSpans(spans=spans, now_s=now_s)
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         return await (work if self._stage is None else self._stage.guard(work))

@@ -304,7 +304,7 @@ class Averager:
 
     async def _conclude(self, view: RunView, offer: RoundOffer) -> RoundOutcome:
         verdict, exchange = view.verdict, self._exchange
-        self.clock.end_round()
+        self.clock.end_round(offer.round)
         self.clock.exchange("applying")
         await self._end_exchange()
         # Members that lag behind fetch the last committed round's bytes here, so they stay until the next is committed.

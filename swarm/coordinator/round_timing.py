@@ -32,6 +32,7 @@ def timing_of(number: int, committed: bool, scopes: Sequence[ScopeSeen]) -> Roun
         utilisation=_utilisation(times),
         mean=mean,
         path=critical_path(number, scopes),
+        ended_s=max(0.0, first.ended_s),
     )
 
 

@@ -42,6 +42,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerAddressTried,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerDial,
+    CoordinatorToPeerGetSpans,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
@@ -49,6 +50,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerRelayOffered,
     CoordinatorToPeerRelays,
     CoordinatorToPeerRun,
+    CoordinatorToPeerSpans,
     CoordinatorToPeerStatus,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerTimings,
@@ -62,6 +64,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorEvaluated,
     PeerToCoordinatorGetRelays,
     PeerToCoordinatorGetRun,
+    PeerToCoordinatorGetSpans,
     PeerToCoordinatorGetStatus,
     PeerToCoordinatorGetTimings,
     PeerToCoordinatorGetVerdicts,
@@ -80,6 +83,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowCapability,
     PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
+    PeerToCoordinatorSpans,
     PeerToCoordinatorTryAddress,
 )
 from shoal.swarm.protocol.paths import PASS_S, make_pass, sign_relay
@@ -104,6 +108,8 @@ log = logging.getLogger(__name__)
 # Handlers ---------------------------------------------------------------------------------------------------
 
 _DIAL_BACK_S = 2.0
+_SPANS_S = 5.0
+"""Time for a member to say what it did in a round."""
 
 Handler = Callable[[Channel, Message], Coroutine[Any, Any, Message]]
 
@@ -136,6 +142,7 @@ class ScopeHandlers:
             PeerToCoordinatorHeartbeat: self._heartbeat,
             PeerToCoordinatorLeave: self._leave,
             PeerToCoordinatorGetStatus: self._status,
+            PeerToCoordinatorGetSpans: self._spans,
             PeerToCoordinatorGetTimings: self._timings,
             PeerToCoordinatorGetVerdicts: self._history,
         }
@@ -361,6 +368,22 @@ class ScopeHandlers:
         async with self.service.lock:
             self.scope.admission.require_member(channel.remote_key)
             return CoordinatorToPeerTimings(rounds=self.scope.timings.since(message.first))
+
+    async def _spans(self, channel: Channel, message: Message) -> Message:
+        """Ask a member what it did in a round, and put it on this clock: the member's stood between two of ours."""
+        assert isinstance(message, PeerToCoordinatorGetSpans)
+        self.service.span_requests.check(self.scope.admission.require_member(channel.remote_key), 1)
+        asked = self.scope.membership.live.get(message.peer)
+        to = self.service.node.control.incoming(asked.entry.certificate.curve_key) if asked is not None else None
+        if to is None:
+            raise TryLater(f"{message.peer} is not here now")
+        sent_s = time.monotonic()
+        question = CoordinatorToPeerGetSpans(round=message.round)
+        told = await to.request(question, PeerToCoordinatorSpans, _SPANS_S, self.scope.number)
+        took_s = time.monotonic() - sent_s
+        ahead_s = told.now_s - (sent_s + took_s / 2)
+        spans = tuple(one.model_copy(update={"start_s": max(0.0, one.start_s - ahead_s)}) for one in told.spans)
+        return CoordinatorToPeerSpans(spans=spans, error_s=took_s / 2)
 
     async def _history(self, channel: Channel, message: Message) -> Message:
         """Read verdicts from the journal, without the lock: what is in it never changes."""
@@ -620,18 +643,16 @@ class ScopeHandlers:
             return self.pipeline.drive(peer, message, time.monotonic())
 
 
-class PathRequests:
-    """Limit of each member's requests about paths: they make others dial, and change the roster."""
+class RequestLimit:
+    """Limit of each member's requests that make others work, as those about paths, which make others dial."""
 
-    _PER_S, _BURST = 2.0, 64.0
-
-    def __init__(self) -> None:
-        self._buckets = TokenBuckets[str](self._PER_S, self._BURST)
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._buckets = TokenBuckets[str](per_s, burst)
 
     def check(self, peer: str, tokens: float) -> None:
         """Count a request. Raises ``TryLater`` if there were too many."""
         if not self._buckets.take(peer, tokens, time.monotonic()):
-            raise TryLater("too many requests about addresses and relays: try again in a minute")
+            raise TryLater("too many requests of this kind: try again in a minute")
 
 
 # The program ------------------------------------------------------------------------------------------------
@@ -680,7 +701,8 @@ class CoordinatorService:
         self.scope: RoundScope | PipelineRun = self.run.scope if isinstance(self.run, PlainRun) else self.run
         """The run's own scope, number 0."""
         self.relays = RunRelays()
-        self.path_requests = PathRequests()
+        self.path_requests = RequestLimit(2.0, 64.0)
+        self.span_requests = RequestLimit(8.0, 256.0)
         self.host_commands = HostCommands(self.scope, identity)
         self.handlers = [ScopeHandlers(self, self.scope)]
         """By scope."""

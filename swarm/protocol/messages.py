@@ -16,7 +16,7 @@ from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.paths import Plane, RelayPass, SignedRelay
 from shoal.swarm.protocol.progress import RunProgress
 from shoal.swarm.protocol.rounds import MadeChunks, RunView, Verdict
-from shoal.swarm.protocol.timing import MAX_TIMINGS, MemberTimes, RoundTiming
+from shoal.swarm.protocol.timing import MAX_SPANS, MAX_TIMINGS, MemberTimes, PhaseSpan, RoundTiming
 from shoal.swarm.protocol.types import (
     MAX_DELIVERIES,
     MAX_EPOCHS,
@@ -375,6 +375,20 @@ class PeerToCoordinatorGetTimings(Message):
     first: Count
 
 
+class PeerToCoordinatorGetSpans(Message):
+    """Ask for what a member did in one of the last rounds."""
+
+    peer: PeerId
+    round: Count
+
+
+class PeerToCoordinatorSpans(Message):
+    """What this member did in a round, its own clock now; no spans if it does not know that round any more."""
+
+    spans: Annotated[tuple[PhaseSpan, ...], Field(max_length=MAX_SPANS)]
+    now_s: Seconds
+
+
 class PeerToCoordinatorGetVerdicts(Message):
     """Ask for the verdicts from round ``first`` on. ``stage``: of that stage of a pipeline, whoever holds it; without
     it those of the scope that is asked."""
@@ -495,6 +509,19 @@ class CoordinatorToPeerVerdicts(Message):
 
     verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MAX_VERDICTS)]
     more: bool
+
+
+class CoordinatorToPeerGetSpans(Message):
+    """Ask a member what it did in one of the last rounds. Answer: ``PeerToCoordinatorSpans``."""
+
+    round: Count
+
+
+class CoordinatorToPeerSpans(Message):
+    """What a member did in a round, on the coordinator's clock, which may be off by ``error_s``."""
+
+    spans: Annotated[tuple[PhaseSpan, ...], Field(max_length=MAX_SPANS)]
+    error_s: Seconds
 
 
 class CoordinatorToPeerTimings(Message):

@@ -36,6 +36,9 @@ SlowCause = Literal[
 """Why the others waited for a member. ``relay``: its bytes go over one, and that is slow; ``stopped``: it sends no
 heartbeats; ``unreachable``: it does, and its bytes do not come."""
 
+MAX_SPANS = 512
+"""Most spans of a member in a round; of more, short ones are merged."""
+
 MAX_TIMINGS = 128
 """Most rounds in an answer, and of which a coordinator remembers this much."""
 
@@ -49,6 +52,15 @@ class MemberTimes(Record):
 
     training: PhaseTimes
     exchange: PhaseTimes
+
+
+class PhaseSpan(Record):
+    """Time that a member spent in one phase, from ``start_s`` on its clock."""
+
+    track: Literal["training", "exchange"]
+    phase: WorkPhase
+    start_s: Seconds
+    seconds: Seconds
 
 
 class CriticalPath(Record):
@@ -73,7 +85,8 @@ class RoundTiming(Record):
 
     ``work_s``: from its beginning to its closing; ``gather_s``: from there to the plan; ``exchange_s``: from there to
     the verdict. ``utilisation``: share of the members' time in compute, by their own words; None if none has said.
-    ``mean``: the members' mean times, likewise. ``path``: who was waited for; None in a quiet round."""
+    ``mean``: the members' mean times, likewise. ``path``: who was waited for; None in a quiet round. ``ended_s``: its
+    end on the coordinator's clock."""
 
     round: Count
     committed: bool
@@ -85,3 +98,4 @@ class RoundTiming(Record):
     utilisation: Annotated[float, Field(ge=0, le=1)] | None = None
     mean: PhaseTimes | None = None
     path: CriticalPath | None = None
+    ended_s: Seconds = 0.0

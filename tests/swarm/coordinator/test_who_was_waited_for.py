@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
-from tests.fakes.virtual_clock import run_virtual
+from tests.fakes.virtual_clock import run_virtual, until
 
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.protocol.timing import CriticalPath, RoundTiming
@@ -167,8 +167,7 @@ def test_a_process_that_stops_in_the_exchange_is_named() -> None:
             async with asyncio.TaskGroup() as tasks:
                 doomed = tasks.create_task(victim.play(torch.ones(FEW_ELEMENTS), 10))
                 playing = [tasks.create_task(one.play(torch.ones(FEW_ELEMENTS), 10)) for one in others]
-                while victim.view.phase != "averaging":
-                    await asyncio.sleep(0.05)
+                await until(lambda: victim.view.phase == "averaging", 0.05)
                 victim.die()
                 doomed.cancel()
                 await asyncio.wait(playing)
