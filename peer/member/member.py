@@ -151,7 +151,6 @@ class LocalMember:
         self.progress = Progress()
         self.clock = PhaseClock()
         """What the training thread and the averaging spend their time on."""
-        node.control.handle(CoordinatorToPeerGetSpans, self._on_get_spans, client.scope)
         self.state: AnchorState | None = None
         self.compression = 1.0
         self._keeper: RecordArchive | None = None
@@ -228,6 +227,7 @@ class LocalMember:
         await client.join_in_time()
         async with task_scope() as tasks:
             member = cls(client.node, client, tasks, stage)
+            client.node.control.handle(CoordinatorToPeerGetSpans, member._on_get_spans, client.scope)
             member._background.append(tasks.create_task(member._send_heartbeats()))
             try:
                 yield member

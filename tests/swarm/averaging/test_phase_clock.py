@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from shoal.swarm.averaging.phase_clock import PhaseClock
+from shoal.swarm.protocol.timing import MAX_SPANS
 from shoal.swarm.protocol.types import PhaseTimes
 
 
@@ -78,3 +81,46 @@ def test_the_phase_before_goes_on_also_after_an_error(hand: Hand, clock: PhaseCl
         fail()
     hand.now_s += 2
     assert clock.times().training == PhaseTimes(applying=1, compute=2)
+
+
+def test_spans_of_the_last_rounds_are_kept_without_gaps(hand: Hand, clock: PhaseClock) -> None:
+    for number in range(6):
+        clock.train("data")
+        hand.now_s += 1
+        clock.train("compute")
+        hand.now_s += 3
+        clock.train("compute")
+        hand.now_s += 4
+        clock.end_round(number)
+    assert clock.spans(1) == ((), hand.now_s)
+    spans, now_s = clock.spans(5)
+    assert now_s == hand.now_s
+    assert [(one.phase, one.start_s, one.seconds) for one in spans] == [("data", 140, 1), ("compute", 141, 7)]
+
+
+def test_many_short_spans_are_merged_into_few_that_still_cover_the_round(hand: Hand, clock: PhaseClock) -> None:
+    for _ in range(5000):
+        clock.train("data")
+        hand.now_s += 0.0005
+        clock.train("compute")
+        hand.now_s += 0.25
+    clock.end_round(0)
+    spans, _ = clock.spans(0)
+    assert 1 <= len(spans) <= MAX_SPANS
+    assert sum(one.seconds for one in spans) == pytest.approx(1252.5)
+    assert all(one.start_s + one.seconds == pytest.approx(two.start_s) for one, two in pairwise(spans))
+
+
+def test_an_exchange_beside_the_training_has_a_track_of_its_own(hand: Hand, clock: PhaseClock) -> None:
+    clock.train("compute")
+    hand.now_s += 1
+    clock.exchange("packing")
+    hand.now_s += 1
+    clock.exchange(None)
+    hand.now_s += 1
+    clock.end_round(0)
+    spans, _ = clock.spans(0)
+    assert [(one.track, one.phase, one.start_s, one.seconds) for one in spans] == [
+        ("training", "compute", 100, 3),
+        ("exchange", "packing", 101, 1),
+    ]
