@@ -20,6 +20,7 @@ from shoal.peer.relay.offer import RelayOffer
 from shoal.peer.relay.process import RELAY_IDENTITY_FILE
 from shoal.peer.state_transfer.start import RunStart, StartFiles
 from shoal.peer.training.device import describe_device
+from shoal.peer.training.device_use import DeviceUseMeter
 from shoal.swarm.client.bandwidth_probe import witnesses
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import Diverged, RunAmended, StateFileError, UserError
@@ -64,6 +65,7 @@ class RunConnection:
             )
         )
         self.members: Memberships = self.network.start()
+        self.members.run.read_use = DeviceUseMeter(device).read
         self._amendments: Amendments = ()
         self._stores: dict[Path, CheckpointStore] = {}
         self._copies: list[NetworkThread[CheckpointUploader]] = []

@@ -64,6 +64,7 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.rounds import PlanMember, RunView, Verdict
 from shoal.swarm.protocol.types import (
     MAX_UNDONE_RANGES,
+    DeviceUse,
     DivergenceWord,
     Headway,
     KeptState,
@@ -107,6 +108,9 @@ class StageMembership:
 
 _SPOOLS = "serving"
 """Folder of states that are kept for joiners, in files without names."""
+
+_USE_EVERY_S = 10.0
+"""Time between two looks at the use of the machine."""
 
 _COMPILED_ELEMENTS = 2**19
 """Elements from which it pays to compile the codecs; coding a smaller model takes milliseconds anyway."""
@@ -168,6 +172,9 @@ class LocalMember:
         self.kept_states: Callable[[], tuple[KeptState, ...]] = tuple
         """Returns the states of the checkpoints here, newest first, without reading the disk."""
         self._diverged: KeptState | None = None
+        self.read_use: Callable[[], DeviceUse] | None = None
+        """Looks at the use of this machine; None where nobody is told."""
+        self._use_from_s = 0.0
         self.rejoined = False
         self.start: RunStart | None = None
 
@@ -296,12 +303,21 @@ class LocalMember:
             headway=self._headway(),
             paths=() if self.client.scope else self.node.path_reports(),
             phase=self.clock.phase,
+            use=await self._look_at_use(),
         )
         try:
             await self.client.heartbeat(heartbeat)
         except NotAdmitted:
             log.warning("the coordinator had removed this peer, whose work since the anchor is lost: joining again")
             await self._come_back()
+
+    async def _look_at_use(self) -> DeviceUse | None:
+        """Look at the machine now and then; None in between, and in a stage's scope."""
+        now_s = asyncio.get_running_loop().time()
+        if self.read_use is None or now_s < self._use_from_s:
+            return None
+        self._use_from_s = now_s + _USE_EVERY_S
+        return await in_thread(self.read_use)
 
     def _asked_for_kept(self) -> tuple[KeptState, ...]:
         """Return the states that this peer keeps beside the one it holds, if the coordinator asks for them."""

@@ -23,8 +23,8 @@ from shoal.swarm.protocol.types import PhaseTimes, WorkPhase
 _LEAST_S, _LEAST_SHARE = 1.0, 0.03
 """Delay from which a member is named, and its least share of the round: machines that are alike differ by less."""
 
-_SILENT_BEATS = 2.5
-"""Missing heartbeats after which a member counts as stopped."""
+_SILENT_BEATS = 1.5
+"""Heartbeats that a late member must have missed to count as stopped."""
 
 _SLOW_RECEIVER = 2.0
 """How much slower than others a member must receive from the same senders, that its own link counts as slow."""

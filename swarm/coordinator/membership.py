@@ -27,6 +27,7 @@ from shoal.swarm.protocol.types import (
     MAX_TOLD_PATHS,
     RUN_MEMBERS,
     DeviceInfo,
+    DeviceUse,
     Headway,
     KeptState,
     MemberStatus,
@@ -94,7 +95,7 @@ class Member:
     ``network``: where it comes from; ``invite``: the id of the invite that let its identity in; ``joined_s``: when it
     joined, in Unix time; ``worked_s``: when work of it was committed last, or when it joined; ``progress_s``: when it
     last said that it had got on with anything; ``unmet``: members with which it could make no connection; ``phase``:
-    what its training does; ``times``: where the time of its last round went."""
+    what its training does; ``use``: of its machine; ``times``: where the time of its last round went."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -146,6 +147,7 @@ class Member:
     paths: tuple[PathReport, ...] = ()
     unmet: tuple[str, ...] = ()
     phase: WorkPhase = "waiting"
+    use: DeviceUse | None = None
     times: MemberTimes | None = None
 
     def __post_init__(self) -> None:
@@ -410,6 +412,7 @@ class Membership:
         if not is_met and member.alive:
             self._note_limits(peer, member)
         member.claimed_bps = heartbeat.bandwidth_bps
+        member.use = heartbeat.use or member.use
         if heartbeat.round == current_round + 1:
             member.tokens_ahead = heartbeat.tokens_done
         else:
@@ -617,6 +620,7 @@ class Membership:
                 suspended_rounds=max(0, member.suspended_until - current_round),
                 wall=walls.get(peer, "")[:_LONGEST_WALL],
                 times=member.times.training if member.times is not None and member.alive else None,
+                use=member.use if member.alive else None,
             )
             for peer, member in recorded[: 4 * RUN_MEMBERS]
         )

@@ -44,6 +44,7 @@ from shoal.swarm.protocol.types import (
     Coverage,
     Delivery,
     DeviceInfo,
+    DeviceUse,
     Digest,
     Dtype,
     FirstBatch,
@@ -158,7 +159,8 @@ class PeerToCoordinatorHeartbeat(Message):
     return to, newest first, of a peer that holds none yet or has diverged. ``roster_version``, ``verdict_chain``: what
     the peer knows, so the answer can leave it out. ``diverged``: the state from which the peer's local work diverges;
     it waits for the decision in the view. ``paths``: connections with other members, those over relays first;
-    ``unmet``: members with which this peer could make no connection; ``phase``: what its training thread does now."""
+    ``unmet``: members with which this peer could make no connection; ``phase``: what its training thread does now;
+    ``use``: of the machine, now and then."""
 
     round: Count
     activity: Annotated[str, Field(max_length=32)]
@@ -180,6 +182,7 @@ class PeerToCoordinatorHeartbeat(Message):
     paths: Annotated[tuple[PathReport, ...], Field(max_length=MAX_PATHS)] = ()
     unmet: Annotated[tuple[PeerId, ...], Field(max_length=MAX_UNMET)] = ()
     phase: WorkPhase = "waiting"
+    use: DeviceUse | None = None
 
 
 class PeerToCoordinatorRequestLease(Message):

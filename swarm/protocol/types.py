@@ -429,6 +429,20 @@ class PhaseTimes(Record):
         return sum(self.of(phase) for phase in WORK_PHASES)
 
 
+class DeviceUse(Record):
+    """Use of a member's machine now: of its GPU, as far as that tells, and of the processor and the memory.
+
+    ``gpu``, ``cpu``: busy share, 0 to 1; ``power_w``: of the GPU; ``energy_j``: what the GPU has taken since the member
+    began to measure."""
+
+    gpu: Annotated[float, Field(ge=0, le=1)] | None = None
+    gpu_used_bytes: Count | None = None
+    power_w: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    energy_j: Annotated[float, Field(ge=0, le=1e15)] | None = None
+    cpu: Annotated[float, Field(ge=0, le=1)]
+    memory_used_bytes: Count
+
+
 class Delivery(Record):
     """Rate at which a member of the plan delivered to the reporting one, in bits a second."""
 
@@ -480,7 +494,7 @@ class MemberStatus(Record):
     ``wall``: why it cannot take part, as it can meet none of those that it would have to; otherwise empty. ``times``:
     what its training thread did in the last round that it reported, by its own word. ``tokens_per_s``: speed of its
     steps; ``steady_tokens_per_s``: tokens of the newest round that it took part in over that round's wall time, 0
-    before the first one."""
+    before the first one; ``use``: of its machine, by its own word."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -506,6 +520,7 @@ class MemberStatus(Record):
     suspended_rounds: Count = 0
     wall: Text = ""
     times: PhaseTimes | None = None
+    use: DeviceUse | None = None
 
 
 class Blob(Record):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def test_times_add_up_a_trace_shows_them_and_a_stopped_process_is_named(swarm: S
     invite = Invite.parse(host.invite)
 
     def status() -> CoordinatorToPeerStatus:
+        time.sleep(1.2)  # each is a join, of which a network may make 60 a minute
         return run_loop(get_status(invite))
 
     def all_three() -> CoordinatorToPeerStatus | None:
