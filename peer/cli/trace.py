@@ -80,7 +80,7 @@ def write_trace(invite: Invite, number: int | None, out: Path | None) -> Written
 
 async def _ask(invite: Invite, number: int | None) -> tuple[RoundTiming, list[TracedMember]]:
     async with observe(invite) as client:
-        answer = await client.ask(PeerToCoordinatorGetTimings(first=number or 0), CoordinatorToPeerTimings)
+        answer = await client.ask(PeerToCoordinatorGetTimings(first=0), CoordinatorToPeerTimings)
         rounds = {one.round: one for one in answer.rounds}
         if not rounds or (number is not None and number not in rounds):
             known = f"it knows rounds {min(rounds)} to {max(rounds)}" if rounds else "it knows none that has ended"
