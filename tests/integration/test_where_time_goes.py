@@ -18,7 +18,7 @@ from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.types import WORK_PHASES
 from shoal.swarm.system import run_loop
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.matrix]
 
 
 def check_trace(trace: dict[str, Any], labels: list[str]) -> None:
