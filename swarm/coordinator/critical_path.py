@@ -280,10 +280,11 @@ def links_seen(
         if len(values) > 1 or (values and len(peers) == 2):
             bps = median_high(values)
             links[peers[member]] = replace(links[peers[member]], send_bps=bps, send_s=8 * sent[peers[member]] / bps)
-        shares = traffic.shares(member)
-        whole = {one: bps / shares[peers.index(one)] for one, bps in by_witness.items() if one in links}
+        shares = traffic.shares(member)  # a report may name a member that sends nothing to its sender
+        share_of = {peers[one]: share for one, share in shares.items() if share > 0.0}
+        whole = {one: bps / share_of[one] for one, bps in by_witness.items() if one in share_of}
         for witness, bps in whole.items():
-            received.setdefault(witness, {})[member] = sent[peers[member]] * shares[peers.index(witness)]
+            received.setdefault(witness, {})[member] = sent[peers[member]] * share_of[witness]
             others = [one for other, one in whole.items() if other != witness]
             if others:
                 slowness.setdefault(witness, []).append(median_low(others) / bps)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.fakes.grids import plan_of
 
-from shoal.swarm.coordinator.critical_path import LinkSeen, MemberSeen, ScopeSeen, critical_path
+from shoal.compression.formats import named_format_map
+from shoal.swarm.coordinator.critical_path import LinkSeen, MemberSeen, ScopeSeen, critical_path, links_seen
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.timing import MemberTimes
-from shoal.swarm.protocol.types import PhaseTimes, WorkPhase
+from shoal.swarm.protocol.types import Delivery, PhaseTimes, WorkPhase
 
 PEERS = [one * 16 for one in "abcd"]
 X = PEERS[2]
@@ -200,3 +203,14 @@ def test_the_longest_wait_is_named() -> None:
     path = critical_path(41, [replace(seen, ended_s=130.0)])
     assert path is not None
     assert (path.peer, path.cause) == (PEERS[0], "slow upload")
+
+
+def test_reports_of_deliveries_that_nobody_owed_change_nothing() -> None:
+    """Of a grid's other row, and of the reporter itself."""
+    plan = plan_of([1] * 6, [range(3), range(3, 6)], 6 * 2**18, chunk=2**18)
+    said = tuple(Delivery(member=one, bps=1.0) for one in range(6))
+    digests = (None,) * len(plan.parts)
+    wild = PeerToCoordinatorRoundReport(round=plan.round, digests=digests, dropped=(), deliveries=said, trouble="")
+    links = links_seen(plan, {plan.members[0].peer: wild, "nobody": wild}, named_format_map("float32"))
+    assert not any(link.send_s for link in links.values())
+    assert not any(link.receives_slowly for link in links.values())
