@@ -18,7 +18,7 @@ from shoal.swarm.coordinator.bandwidth import delivered_bps, sending_bps, sent_b
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.timing import CriticalPath, MemberTimes, SlowCause
-from shoal.swarm.protocol.types import PhaseTimes, WorkPhase
+from shoal.swarm.protocol.types import MAX_RATE, PhaseTimes, WorkPhase
 
 _LEAST_S, _LEAST_SHARE = 1.0, 0.03
 """Delay from which a member is named, and its least share of the round: machines that are alike differ by less."""
@@ -133,7 +133,7 @@ def critical_path(number: int, scopes: Sequence[ScopeSeen]) -> CriticalPath | No
         phase=worst.phase,
         extra_s=worst.extra_s,
         cause=worst.cause,
-        bps=worst.bps,
+        bps=min(worst.bps, MAX_RATE),  # a sum of what members report
         stage=worst.stage,
         is_claimed=worst.is_claimed,
         text=_say(number, worst, names.get(worst.peer, "")),

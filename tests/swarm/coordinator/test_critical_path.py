@@ -214,3 +214,13 @@ def test_reports_of_deliveries_that_nobody_owed_change_nothing() -> None:
     links = links_seen(plan, {plan.members[0].peer: wild, "nobody": wild}, named_format_map("float32"))
     assert not any(link.send_s for link in links.values())
     assert not any(link.receives_slowly for link in links.values())
+
+
+def test_no_rate_that_is_reported_is_too_large_to_tell() -> None:
+    seen = replace(quiet(), ended_s=111.0, reported_s=dict(quiet().reported_s) | {X: 111.0})
+    seen = replace(
+        seen, members=dict(seen.members) | {X: member(X, heard_s=110.0)}, links={X: LinkSeen(receive_bps=9e18)}
+    )
+    path = critical_path(41, [seen])
+    assert path is not None
+    assert path.bps == 1e18
