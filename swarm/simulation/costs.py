@@ -1,7 +1,7 @@
-"""Measured costs of the coordinator and of members, which are not simulated but added up.
+"""Costs of the coordinator and of members, which are not simulated but added up.
 
-Those of the coordinator are a fit to ``benchmarks/coordinator.py``; the bytes of its messages are those that they have
-on the wire, encoded now and then.
+Processor seconds are estimates from what ``benchmarks/coordinator.py`` and ``allreduce.py`` measured as a whole; the
+bytes of messages are those that they have on the wire, encoded now and then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ CPU_S_BY_MESSAGE = {
     "leave": 5e-4,
     "push": 3e-4,
 }
-"""Processor seconds for a message of each kind with its answer, on one core of that benchmark's machine."""
+"""Processor seconds for a message of each kind with its answer: estimates, whose sum is about what a host of a thousand
+members takes."""
 
 CPU_S_PER_BYTE = 2.5e-9
 """For each byte that the coordinator sends: encryption, copies and the kernel."""
