@@ -67,6 +67,8 @@ class SessionOptions:
     checkpoints are copied to;
     ``accept_amendments``: go on where the host makes the run longer than it was; ``agreed_ends``: later ends of the
     run to which the owner has agreed, as ``RunAmended`` names them;
+    ``price_per_hour``: what this machine's devices cost an hour, in the run's currency, for others to read; None: not
+    said;
     ``start_from``: folder or URL of the checkpoint that the run starts from, if this machine has it; ``data``: folders
     below which the run may read the files that it names, without any none, and mirrors and cache of shards;
     ``limits``: on what this process sends and receives, which may be changed at any time; ``on_event``: called with
@@ -83,6 +85,7 @@ class SessionOptions:
     role: Role = "trainer"
     checkpoints: Retention | None = field(default_factory=Retention)
     copy_to: CopyDestination | None = None
+    price_per_hour: float | None = None
     start_from: Path | str | None = None
     accept_amendments: bool = False
     agreed_ends: Changes = ()

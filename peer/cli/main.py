@@ -43,6 +43,7 @@ from shoal.peer.options import (
 )
 from shoal.swarm import system
 from shoal.swarm.errors import ShoalError, UserError
+from shoal.swarm.protocol.types import MAX_PRICE
 from shoal.swarm.system import run_loop
 
 if TYPE_CHECKING:
@@ -475,6 +476,14 @@ def join_command(
         list[str] | None,
         typer.Option(metavar="INVITE|NAME", help="Join this run when the one before has ended; repeatable."),
     ] = None,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=MAX_PRICE,
+            help="What this machine's devices cost an hour, in the run's currency, for others to read.",
+        ),
+    ] = None,
     web: WebOption = None,
     metrics: MetricsOption = None,
     log_json: LogJson = None,
@@ -513,6 +522,7 @@ def join_command(
         checkpoints=parse_retention(keep_checkpoints, keep_every),
         start_from=start_place(start_from) if start_from else None,
         accept_amendments=accept_amendments,
+        price_per_hour=price_per_hour,
         data=DataPlaces.of(data or (), _memory("--data-cache", data_cache)),
     )
     memory = _memory("--max-memory", max_memory), _memory("--max-device-memory", max_device_memory)

@@ -24,7 +24,7 @@ from shoal.swarm.protocol.identity import CurveKeys, Identity, key_text, verify_
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import PROTOCOL_VERSION, CoordinatorToPeerStatus
 from shoal.swarm.protocol.run_file import CardSection, RunFile, RunName
-from shoal.swarm.protocol.types import MAX_RATE, Certificate, Count, Loss, Rate, Record, UnixTime
+from shoal.swarm.protocol.types import MAX_RATE, Certificate, CostStatus, Count, Loss, Rate, Record, UnixTime
 
 MAX_CARD_BYTES = 16_384
 _CONTEXT = b"shoal run card, version 1\0"
@@ -57,7 +57,8 @@ class RunCard(CardSection):
     """Content of a card. ``python``: of the host, on which data of the standard library depends; ``data``: the run
     file's ``data.source``; ``parameters``: None while the model is not known; ``round``, ``tokens``: committed so far,
     of ``of_rounds`` and ``of_tokens`` if the run ends there; ``held_out_loss``: of the newest version that validators
-    evaluated, ``held_out_agreed``: two or more have measured it; ``invite``: empty unless everybody may join."""
+    evaluated, ``held_out_agreed``: two or more have measured it; ``costs``: by what members and the run file say;
+    ``invite``: empty unless everybody may join."""
 
     format: Literal[1] = 1
     run: RunName
@@ -81,6 +82,7 @@ class RunCard(CardSection):
     held_out_agreed: bool = False
     members: Count
     tokens_per_s: Rate
+    costs: CostStatus = CostStatus()
     admission: Literal["open", "token", "list"]
     invite: Annotated[str, StringConstraints(max_length=4096)]
     state: CardState
@@ -205,6 +207,7 @@ class CardSource:
             "held_out_agreed": figure is not None and figure.standing == "agreed",
             "members": len(alive),
             "tokens_per_s": min(round(sum(one.tokens_per_s for one in alive), 1), MAX_RATE),
+            "costs": status.costs.model_dump(mode="json"),
             "admission": run.access.admission,
             "invite": str(replace(self.invite, token=b"")) if run.access.admission == "open" else "",
             "state": "ended" if ended else "stopped" if stopped else "running",

@@ -29,7 +29,7 @@ from shoal.swarm.protocol.amendments import asks_for_more, ends_of
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import Amendments, LeaveReason
+from shoal.swarm.protocol.types import MAX_PRICE, Amendments, LeaveReason
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,9 @@ class RunConnection:
         and the errors of ``CoordinatorClient.join``.
         """
         self.invite = Invite.read(invite)
+        price = options.price_per_hour
+        if price is not None and not 0 <= price <= MAX_PRICE:
+            raise UserError(f"--price-per-hour {price}: expected a number from 0 to {MAX_PRICE:,.0f}")
         self.options = options
         self.device = device
         self._devices = devices
@@ -216,7 +219,9 @@ class RunConnection:
         return MemberInfo(
             name=(self.options.name or socket.gethostname())[:64],
             role=self.options.role,
-            device=describe_device(self.device, self._devices),
+            device=describe_device(self.device, self._devices).model_copy(
+                update={"price_per_hour": self.options.price_per_hour}
+            ),
             host=self._advertised,
             ports=(port, port + 1) if port else None,
         )

@@ -4,6 +4,7 @@ Values in, renderables out."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from shoal.swarm.protocol.addresses import join_host_port
 from shoal.swarm.protocol.evaluations import HeldOutFigure
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.progress import progress_of
-from shoal.swarm.protocol.types import Coverage, MemberStatus, RelayStatus, StageStatus
+from shoal.swarm.protocol.types import CostStatus, Coverage, MemberStatus, RelayStatus, StageStatus
 
 if TYPE_CHECKING:
     from shoal.peer.terminal.snapshot import Snapshot
@@ -345,6 +346,8 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     if status.progress.tokens_per_s:
         head.add_row("speed", f"{count_text(status.progress.tokens_per_s)} tokens/s, over the latest rounds")
     head.add_row("anchor", f"version {status.anchor_version}, {_agreement(status)}")
+    for row in _cost_rows(status.costs):
+        head.add_row(*row)
     if status.warning:
         head.add_row("", Text(printable(status.warning), style="bold red"))
     if status.stopping:
@@ -427,6 +430,31 @@ def _round_line(status: CoordinatorToPeerStatus) -> Text:
     if status.closes_in_s is not None:
         line.append(f", closes in {duration_text(status.closes_in_s)}")
     return line
+
+
+def _cost_rows(costs: CostStatus) -> list[tuple[str, RenderableType]]:
+    """Rows on what the run has cost, as far as anybody names a price."""
+    rows: list[tuple[str, RenderableType]] = []
+    if costs.cost is not None:
+        words = [f"{money_text(costs.cost, costs.currency)} as members say"]
+        if costs.priced_members < costs.members:
+            words[0] += f", {costs.priced_members} of {costs.members}"
+        if costs.million_tokens_cost is not None:
+            words.append(f"{money_text(costs.million_tokens_cost, costs.currency)} per million tokens")
+        rows.append(("cost", "; ".join(words)))
+    if costs.provider_cost is not None:
+        left = costs.provider_unlisted_device_s
+        without = f", without {duration_text(left)} of devices that are not in its list" if left else ""
+        at = f"at the prices of {costs.provider}" if costs.provider else "at the run file's prices"
+        words = [f"{money_text(costs.provider_cost, costs.currency)} {at}{without}"]
+        rows.append(("" if rows else "cost", Text(printable("; ".join(words)))))
+    return rows
+
+
+def money_text(amount: float, currency: str) -> str:
+    """``0.0042 USD``, ``12.30 USD``: two digits behind the point, or two that count."""
+    digits = 2 if amount >= 0.1 or amount < 1e-9 else 1 - math.floor(math.log10(amount))
+    return f"{amount:,.{digits}f} {currency}"
 
 
 def relay_text(relay: RelayStatus, names: Mapping[str, str]) -> str:

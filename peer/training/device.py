@@ -137,7 +137,8 @@ def describe_device(name: str, devices: int = 1) -> DeviceInfo:
             label = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     size_bytes = memory_bytes(device) * (devices if has_own_memory(device) else 1)
     label = label if devices == 1 else f"{devices} x {label}"
-    return DeviceInfo(kind=device.type[:16], name=label[:100], memory_bytes=size_bytes)
+    count = devices if has_own_memory(device) else 1  # processes on a CPU share one
+    return DeviceInfo(kind=device.type[:16], name=label[:100], memory_bytes=size_bytes, count=count)
 
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}

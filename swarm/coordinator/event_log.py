@@ -58,6 +58,8 @@ class EventLog:
 
     def record(self, scope: EventTarget, event: JournalEvent) -> None:
         """Apply an event to its scope and keep it for the journal, unless it is about an observer."""
+        if isinstance(event, MemberLost):
+            event = event.model_copy(update={"at_s": self.unix_s})
         match event:
             case MemberJoined(entry=entry):
                 is_kept = entry.role != "observer"
@@ -86,7 +88,7 @@ class EventLog:
 
     def start(self, scope: EventTarget) -> None:
         """Record in the run's own scope that this process has taken over the journal."""
-        self.record(scope, CoordinatorStarted(epoch=self.epoch))
+        self.record(scope, CoordinatorStarted(epoch=self.epoch, at_s=self.unix_s))
 
     def tick(self, now_s: float, patience_s: float) -> float:
         """Set the clock. Returns for how long the coordinator stood still, if that was longer than ``patience_s``.

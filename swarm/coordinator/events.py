@@ -75,11 +75,13 @@ KEPT_SAMPLES = "kept samples from the others"
 
 
 class MemberLost(JournalEvent):
-    """A member left or fell silent; its leases are free again. ``trouble``: its own words on why it could not go on."""
+    """A member left or fell silent; its leases are free again. ``trouble``: its own words on why it could not go on;
+    ``at_s``: set when it is recorded."""
 
     peer: PeerId
     reason: Text
     trouble: Trouble = ""
+    at_s: UnixTime = 0.0
 
 
 class MemberMoved(JournalEvent):
@@ -105,6 +107,7 @@ class CoordinatorStarted(JournalEvent):
     """A process has the lease on the journal (``journal.Journal.lease``); ``epoch``: of that lease."""
 
     epoch: Count
+    at_s: UnixTime = 0.0
 
 
 class RoundClosing(JournalEvent):
@@ -408,6 +411,10 @@ class MemberKept(Record):
     network: Network = ""
     invite: InviteId | Literal[""] = ""
     joined_s: UnixTime = 0.0
+    present_s: Seconds = 0.0
+    open_s: Seconds = 0.0
+    round_s: Seconds = 0.0
+    counted_to_s: UnixTime = 0.0
 
 
 class RunSnapshot(JournalEvent):

@@ -21,6 +21,7 @@ from shoal.swarm.coordinator.events import (
 )
 from shoal.swarm.coordinator.reachability import is_limited, walls
 from shoal.swarm.coordinator.trust import counting, forfeit_credit, weightiest
+from shoal.swarm.costs import cost_of, price_of
 from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.timing import MemberTimes
 from shoal.swarm.protocol.types import (
@@ -68,6 +69,9 @@ _FORGOTTEN_AT_ONCE = 64
 _REMEMBERED_KEYS = 4096
 """Most keys of replaced processes; of more, the earliest are forgotten, whose processes have given up by then."""
 
+_MOST_TIME_S = 1e9
+"""Most that is counted of a member's time, whatever becomes of the clock."""
+
 _LOGGED_CHANGES = 512
 """Most changes of the roster that are kept; a member further behind gets the whole roster."""
 
@@ -93,9 +97,11 @@ class Member:
     ``suspensions`` times by now; ``work``: what validators found of it; ``diverged``: the state from which it says that
     its work is of no use. ``left``: why it is not alive any more, and ``trouble``, by its own word, what made it go.
     ``network``: where it comes from; ``invite``: the id of the invite that let its identity in; ``joined_s``: when it
-    joined, in Unix time; ``worked_s``: when work of it was committed last, or when it joined; ``progress_s``: when it
-    last said that it had got on with anything; ``unmet``: members with which it could make no connection; ``phase``:
-    what its training does; ``use``: of its machine; ``times``: where the time of its last round went."""
+    joined, in Unix time; ``present_s``: how long it was here, up to ``counted_to_s``, of which ``open_s`` in the open
+    round, and ``round_s`` in the newest that has ended; ``worked_s``: when work of it was committed last, or when it
+    joined; ``progress_s``: when it last said that it had got on with anything; ``unmet``: members with which it could
+    make no connection; ``phase``: what its training does; ``use``: of its machine; ``times``: where the time of its
+    last round went."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -139,6 +145,10 @@ class Member:
     network: str = ""
     invite: str = ""
     joined_s: float = 0.0
+    present_s: float = 0.0
+    open_s: float = 0.0
+    round_s: float = 0.0
+    counted_to_s: float = 0.0
     worked_s: float = field(init=False)
     progress_s: float = field(init=False)
     kept: tuple[KeptState, ...] = ()
@@ -152,6 +162,17 @@ class Member:
 
     def __post_init__(self) -> None:
         self.worked_s = self.progress_s = self.heard_s
+
+    def uncounted_s(self, unix_s: float) -> float:
+        """Return for how long the member has been here since its time was last counted."""
+        return max(0.0, unix_s - self.counted_to_s) if self.alive and self.counted_to_s else 0.0
+
+    def count_time(self, unix_s: float) -> None:
+        """Count the time that the member has been here."""
+        since_s = self.uncounted_s(unix_s)
+        self.present_s = min(self.present_s + since_s, _MOST_TIME_S)
+        self.open_s = min(self.open_s + since_s, _MOST_TIME_S)
+        self.counted_to_s = max(unix_s, self.counted_to_s)
 
     @property
     def has_begun(self) -> bool:
@@ -262,8 +283,10 @@ class Membership:
         self._leave(event.entry.peer)
         member = Member(event.entry, event.device, now_s, joined_version=anchor_version, seen_version=anchor_version)
         member.network, member.invite, member.joined_s = event.network, event.invite, event.at_s
+        member.counted_to_s = event.at_s
         if earlier is not None:
             member.invite = event.invite or earlier.invite
+            member.present_s, member.open_s, member.round_s = earlier.present_s, earlier.open_s, earlier.round_s
             member.tokens_committed = earlier.tokens_committed
             member.rounds_committed = earlier.rounds_committed
             member.credit, member.credit_rounds = earlier.credit, earlier.credit_rounds
@@ -338,10 +361,22 @@ class Membership:
         if member.entry.role == "observer":
             del self.members[event.peer]
             return
+        member.count_time(event.at_s)
         member.alive = False
         member.activity, member.left, member.trouble = "gone", event.reason, event.trouble
         member.tokens_per_s = 0.0
         member.forget_progress()
+
+    def end_round(self, unix_s: float) -> None:
+        """Count the time of all members in the round that has ended."""
+        for member in self.members.values():
+            member.count_time(unix_s)
+            member.round_s, member.open_s = member.open_s, 0.0
+
+    def skip_time(self, unix_s: float) -> None:
+        """Leave out the time in which no coordinator was here to know of its members."""
+        for member in self.live.values():
+            member.counted_to_s = max(unix_s, member.counted_to_s)
 
     def forget_strangers(self, left_traces: Callable[[str], bool]) -> list[str]:
         """Forget and return members that left and did nothing that ``left_traces``, all but the last ones.
@@ -582,12 +617,15 @@ class Membership:
         self,
         anchor_version: int,
         digest: bytes | None,
+        prices: Mapping[str, float],
+        unix_s: float,
         current_round: int = 0,
         walls: Mapping[str, str] = _NO_WALLS,
         steady_tokens_per_s: Mapping[str, float] = _NO_SPEEDS,
     ) -> tuple[MemberStatus, ...]:
-        """Return the members for a status, live ones first, as many as a message has room for. ``walls``: why some of
-        them cannot take part; ``steady_tokens_per_s``: speed over whole rounds, of those that have one."""
+        """Return the members for a status, live ones first, as many as a message has room for. ``prices``: of devices
+        in the run file; ``unix_s``: now; ``walls``: why some members cannot take part; ``steady_tokens_per_s``: speed
+        over whole rounds, of those that have one."""
         synced = self.synced(anchor_version, digest)
         total = sum(member.tokens_committed for member in self.members.values())
         credit = self.credit_shares()
@@ -595,6 +633,12 @@ class Membership:
         recorded.sort(key=lambda one: not one[1].alive)
         told = {peer: member.trouble for peer, member in recorded if member.trouble}
         troubles = dict(islice(told.items(), _TOLD_TROUBLES))
+
+        def time_and_price(member: Member) -> dict[str, Any]:
+            present_s = min(member.present_s + member.uncounted_s(unix_s), _MOST_TIME_S)
+            price = price_of(member.device, prices)
+            return {"present_s": present_s, "price_per_hour": price, "cost": cost_of(price, present_s)}
+
         return tuple(
             MemberStatus(
                 peer=peer,
@@ -621,6 +665,9 @@ class Membership:
                 wall=walls.get(peer, "")[:_LONGEST_WALL],
                 times=member.times.training if member.times is not None and member.alive else None,
                 use=member.use if member.alive else None,
+                role=member.entry.role,
+                round_s=member.round_s,
+                **time_and_price(member),
             )
             for peer, member in recorded[: 4 * RUN_MEMBERS]
         )

@@ -21,6 +21,7 @@ from shoal.swarm.coordinator.round_timing import TimingHistory
 from shoal.swarm.coordinator.stage import Stage
 from shoal.swarm.coordinator.stall_detector import StallDetector
 from shoal.swarm.coordinator.trust import ACCUSED_AT_ONCE, DETOUR_ROUNDS, credit_of, outvotes
+from shoal.swarm.costs import run_costs
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
 from shoal.swarm.pipeline.planner.meeting import strangers
@@ -202,6 +203,7 @@ class PipelineRun:
             case ev.CoordinatorStarted():
                 for membership in (self.membership, *(scope.membership for scope in self.scopes)):
                     membership.roster_version = max(membership.roster_version, self.log.epoch)
+                self.membership.skip_time(event.at_s)
             case ev.RunAmended():
                 self.settings.add(event.amendments, event.round)
             case ev.LayersDescribed():
@@ -268,6 +270,7 @@ class PipelineRun:
             assert scope.stage is not None
             scope.admission.access_list = self.admission.access_list
             scope.together, scope.timings = self.scopes, self.timings
+            scope.timed = None if self.scopes else self.membership  # all stages' rounds end together
             self.scopes.append(scope)
             self.stages.append(scope.stage)
 
@@ -367,12 +370,14 @@ class PipelineRun:
 
         The model as a whole has no digest: its stages have theirs."""
         first = self.scopes[0] if self.scopes else RoundScope(self.settings.run, self._sign, self.log)
+        members = _members_of(self, now_s + self.log.unix_offset_s)
         update = {
             "phase": self.phase,
             "tokens_in_round": self.tokens_in_round(),
             "state_digest": None,
             "outlook": self.say_outlook(),
-            "members": _members_of(self),
+            "members": members,
+            "costs": run_costs(self.run.cost, members, first.tokens_committed),
             "stages": _stages_of(self),
             "amendments": self.settings.made,
         }
@@ -765,7 +770,7 @@ def _difference(run: tuple[LayerSize, ...], here: tuple[LayerSize, ...]) -> str:
 # Status -----------------------------------------------------------------------------------------------------
 
 
-def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
+def _members_of(run: PipelineRun, unix_s: float) -> tuple[MemberStatus, ...]:
     """Each as fast as it is in its fastest stage, with what it has committed in all of them. What it does is told as
     in the first stage that it is in: its rounds are those of its stages."""
     committed = {
@@ -776,7 +781,7 @@ def _members_of(run: PipelineRun) -> tuple[MemberStatus, ...]:
     }
     total, apart = sum(committed.values()), run.walls()
     told = []
-    for one in run.membership.status(0, None):
+    for one in run.membership.status(0, None, run.run.cost.prices, unix_s):
         mine = [scope for stage, scope in enumerate(run.scopes) if run.holds(one.peer, stage)]
         working = [scope.working()[one.peer] for scope in mine if one.peer in scope.working()]
         known = [scope.membership.members[one.peer] for scope in mine if one.peer in scope.membership.members]

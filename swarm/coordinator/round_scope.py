@@ -94,6 +94,7 @@ from shoal.swarm.coordinator.wrong_means import (
     say_rollback_behind,
     version_of,
 )
+from shoal.swarm.costs import run_costs
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.protocol.messages import (
@@ -192,6 +193,8 @@ class RoundScope:
         self.deadlines = Deadlines(run.round.patience_s)
         self.stage = None if stage is None else Stage(self, stage, layers)
         self.membership = Membership(roster_version=log.epoch)
+        self.timed = self.membership if stage is None else None
+        """Members whose time is counted round by round; of a pipeline by its first stage."""
         self.admission = Admission(run, log, self)
         self.model: PeerToCoordinatorDescribeModel | None = None
         self.elements = 0
@@ -296,6 +299,7 @@ class RoundScope:
                 self._restore(event)
             case ev.CoordinatorStarted():
                 self.membership.roster_version = max(self.membership.roster_version, self.log.epoch)
+                self.membership.skip_time(event.at_s)
             case ev.MemberJoined():
                 self.membership.join(event, self.log.now_s, self.anchor_version)
                 self.admission.access_list.apply(event)
@@ -421,6 +425,8 @@ class RoundScope:
         self.settings.adopt(verdict)
         # By the verdicts' own times, so that a verdict taken over from a member gives the same paces.
         lasted_s = verdict.ended_s - self.verdict.ended_s if self.verdict else 0.0
+        if self.timed is not None:
+            self.timed.end_round(verdict.ended_s)
         self.verdict, self.chain = verdict, verdict.chain
         took_s = max(0.0, event.elapsed_s - self.elapsed_before_s)
         self.elapsed_before_s, self.started_s = event.elapsed_s, self.log.now_s
@@ -1026,7 +1032,10 @@ class RoundScope:
     def status(self, now_s: float) -> CoordinatorToPeerStatus:
         """Return the scope at a glance, for ``shoal status``."""
         samples = self.model.samples if self.model else None
-        closing = self.round.phase == "closing"
+        closing, unix_s = self.round.phase == "closing", now_s + self.log.unix_offset_s
+        held, section = (self.anchor_version, self.agreed_digest), self.run.cost
+        about = (self.round.number, self.walls(), self._steady_tokens_per_s())
+        members = self.membership.status(*held, section.prices, unix_s, *about)
         return CoordinatorToPeerStatus(
             run=self.run.run.name,
             run_hash=self.run.hash,
@@ -1048,15 +1057,14 @@ class RoundScope:
             evaluation=self.evaluations.status(self.run.evaluation.validators),
             stopping=self.stopping,
             coverage=coverage_of(self.leases, samples) if samples else (),
-            members=self.membership.status(
-                self.anchor_version, self.agreed_digest, self.round.number, self.walls(), self._steady_tokens_per_s()
-            ),
+            members=members,
             amendments=self.settings.made,
             progress=self._progress(now_s),
             round_tokens=self.run.round.tokens,
             timing=self.timings.newest,
             utilisation=self.timings.utilisation,
             goodput=self.timings.goodput,
+            costs=run_costs(section, members, self.tokens_committed),
         )
 
     def seen(self, failed: Iterable[str] = ()) -> ScopeSeen:

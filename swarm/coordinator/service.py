@@ -714,8 +714,8 @@ class CoordinatorService:
         self._apart = ""
         """Warning of members that cannot meet that was logged last."""
         self._trail = trail
-        self.run.log.start(self.scope)
         self._set_clock()
+        self.run.log.start(self.scope)
         self._open_stages()
 
     def _open_stages(self) -> None:

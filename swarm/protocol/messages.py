@@ -40,6 +40,7 @@ from shoal.swarm.protocol.types import (
     Certificate,
     Changes,
     ClaimedAddresses,
+    CostStatus,
     Count,
     Coverage,
     Delivery,
@@ -553,7 +554,8 @@ class CoordinatorToPeerStatus(Message):
     share of the members' time spent in compute over the last rounds, by their own words; ``goodput``: of the tokens
     trained since the coordinator's start, the share in committed rounds; None while nothing is known.
     ``journal``: why the coordinator's journal takes no writes at the moment, otherwise empty. ``progress``: how far the
-    run is of its end; ``round_tokens``: target of a round."""
+    run is of its end; ``round_tokens``: target of a round. ``costs``: by what members and the
+    run file say."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -585,6 +587,7 @@ class CoordinatorToPeerStatus(Message):
     goodput: Annotated[float, Field(ge=0, le=1)] | None = None
     progress: RunProgress = RunProgress()
     round_tokens: Count = 0
+    costs: CostStatus = CostStatus()
 
 
 # Host to its coordinator --------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from shoal.swarm.protocol.pins import PackageVersion, PinsSection
 from shoal.swarm.protocol.rounds import leaf_elements
 from shoal.swarm.protocol.run_sources import check_folder_url, check_source, check_url, shards_url
 from shoal.swarm.protocol.start_section import Sha256, StartSection
-from shoal.swarm.protocol.types import MAX_MEMBERS, Record
+from shoal.swarm.protocol.types import MAX_MEMBERS, Price, Record
 
 MAX_SETTINGS_DEPTH = 8
 
@@ -669,6 +669,39 @@ class CardSection(Record):
         return homepage
 
 
+class CostSection(Record):
+    """``[cost]``: prices of devices, to say what the run costs (``costs.py``). They decide nothing."""
+
+    currency: Annotated[
+        str,
+        StringConstraints(pattern=r"^[A-Za-z]{1,8}$"),
+        Field(description="currency of all prices of the run, also of those that members name: a label, not converted"),
+    ] = "USD"
+    prices: Annotated[
+        dict[Annotated[str, AfterValidator(_one_line), Field(min_length=1, max_length=100)], Price],
+        Field(
+            max_length=64,
+            description=(
+                "price of a device for an hour, by its name in `shoal status`, as in "
+                '`prices = { "NVIDIA H100 80GB HBM3" = 2.5 }`; for members that name none, and for `provider`'
+            ),
+        ),
+    ] = Field(default_factory=dict)
+    provider: Annotated[
+        OneLine,
+        Field(
+            max_length=100,
+            description="whose prices these are: the status says what the members' time would have cost there",
+        ),
+    ] = ""
+
+    @model_validator(mode="after")
+    def _of_use(self) -> CostSection:
+        if self.provider and not self.prices:
+            raise ValueError("provider: expected with its prices")
+        return self
+
+
 _FEWEST_NEWCOMERS = 128
 _USUAL_STAGES, _SPARE_IN_FLIGHT = 3, 4
 
@@ -889,6 +922,7 @@ class RunFile(Record):
     access: AccessSection = AccessSection()
     card: CardSection = CardSection()
     evaluation: EvaluationSection = EvaluationSection()
+    cost: CostSection = CostSection()
     pipeline: PipelineSection | None = None
     collective: CollectiveSection | None = None
     start: Annotated[

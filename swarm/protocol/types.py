@@ -174,12 +174,31 @@ class Certificate(Record):
     signature: Annotated[bytes, Field(min_length=64, max_length=64)]
 
 
+MAX_PRICE = 1e6
+Price = Annotated[float, Field(ge=0, le=MAX_PRICE)]
+"""What devices cost an hour, in the run's currency."""
+
+DeviceTime = Annotated[float, Field(ge=0, le=1e15)]
+"""Seconds of all devices of a run together."""
+
+Cost = Annotated[float, Field(ge=0, le=1e18)]
+"""In the run's currency."""
+
+
 class DeviceInfo(Record):
-    """The device that a member trains on, for people to read."""
+    """The device that a member trains on, for people to read. ``count``: how many of it an island has;
+    ``price_per_hour``: what all of them cost, as their owner says, None where nothing is said."""
 
     kind: Annotated[str, Field(max_length=16)]
     name: Annotated[str, Field(max_length=100)]
     memory_bytes: Count
+    count: Annotated[int, Field(ge=1, le=1024)] = 1
+    price_per_hour: Price | None = None
+
+    @property
+    def model(self) -> str:
+        """Name of one of the devices."""
+        return self.name.removeprefix(f"{self.count} x ")
 
 
 class Address(Record):
@@ -494,7 +513,9 @@ class MemberStatus(Record):
     ``wall``: why it cannot take part, as it can meet none of those that it would have to; otherwise empty. ``times``:
     what its training thread did in the last round that it reported, by its own word. ``tokens_per_s``: speed of its
     steps; ``steady_tokens_per_s``: tokens of the newest round that it took part in over that round's wall time, 0
-    before the first one; ``use``: of its machine, by its own word."""
+    before the first one; ``use``: of its machine, by its own word. ``present_s``: time that it was here, ``round_s`` of
+    it in the newest round that has ended; ``price_per_hour``: by its own word, else by the run file's table, and
+    ``cost``: of its time at that price; None without (``costs.py``)."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -521,6 +542,37 @@ class MemberStatus(Record):
     wall: Text = ""
     times: PhaseTimes | None = None
     use: DeviceUse | None = None
+    role: Role = "trainer"
+    present_s: Seconds = 0.0
+    round_s: Seconds = 0.0
+    price_per_hour: Price | None = None
+    cost: Cost | None = None
+
+    @property
+    def counts_time(self) -> bool:
+        """Whether its time is in the run's cost: work of it is committed, or it checks that of others."""
+        return self.tokens_committed > 0 or self.role == "validator"
+
+
+class CostStatus(Record):
+    """What a run has cost (``costs.py``), by the claims of its members and the prices in its run file.
+
+    Of the members whose time counts: ``device_s``: of all their devices; ``unpriced_device_s``: of those without a
+    price; ``cost`` of the others, ``round_cost``: in the newest round that has ended; ``million_tokens_cost``: of so
+    many committed tokens; all three None while nobody has a price. ``provider_cost``: of the same time at the prices in
+    the run file, those of ``provider``, without ``provider_unlisted_device_s``, for whose devices it has none."""
+
+    currency: Annotated[str, Field(max_length=8)] = "USD"
+    device_s: DeviceTime = 0.0
+    unpriced_device_s: DeviceTime = 0.0
+    members: Count = 0
+    priced_members: Count = 0
+    cost: Cost | None = None
+    round_cost: Cost | None = None
+    million_tokens_cost: Cost | None = None
+    provider: Annotated[str, Field(max_length=100)] = ""
+    provider_cost: Cost | None = None
+    provider_unlisted_device_s: DeviceTime = 0.0
 
 
 class Blob(Record):

@@ -11,7 +11,7 @@ from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.protocol.evaluations import newest_used
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import MemberStatus, Phase
+from shoal.swarm.protocol.types import WORK_PHASES, CostStatus, MemberStatus, Phase
 from shoal.swarm.web.documents import waits_for
 from shoal.swarm.web.metrics import NAMED_MEMBERS, REST, Readings
 
@@ -79,6 +79,7 @@ def run_readings(run: RunFile, status: CoordinatorToPeerStatus, facts: HostFacts
         put("shoal_round_members", len(facts.newest.shares))
         put("shoal_round_sent_bytes", facts.newest.sent_bytes)
         put("shoal_round_void_parts", facts.newest.void_parts)
+    _put_timing(readings, status)
     put("shoal_trained_tokens_total", status.tokens_committed + facts.tokens_undone)
     put("shoal_undone_tokens_total", facts.tokens_undone)
     put("shoal_committed_tokens", status.tokens_committed)
@@ -102,7 +103,9 @@ def run_readings(run: RunFile, status: CoordinatorToPeerStatus, facts: HostFacts
         newest = status.coverage[-1]
         put("shoal_epoch", newest.epoch)
         put("shoal_epoch_committed_ratio", newest.committed / newest.samples if newest.samples else None)
-    _put_members(readings, status.members, facts.newest.shares if facts.newest is not None else {})
+    _put_costs(readings, status.costs)
+    shares = facts.newest.shares if facts.newest is not None else {}
+    _put_members(readings, status.members, status.costs.currency, shares)
     for number, stage in enumerate(status.stages):
         put("shoal_stage_replicas", len(stage.replicas), str(number))
         put("shoal_stage_queued_samples", stage.queue, str(number))
@@ -119,7 +122,32 @@ def run_readings(run: RunFile, status: CoordinatorToPeerStatus, facts: HostFacts
     return readings
 
 
-def _put_members(readings: Readings, members: Sequence[MemberStatus], shares: Mapping[str, float]) -> None:
+def _put_timing(readings: Readings, status: CoordinatorToPeerStatus) -> None:
+    put, timing = readings.put, status.timing
+    put("shoal_utilisation_ratio", status.utilisation)
+    put("shoal_goodput_ratio", status.goodput)
+    if timing is None:
+        return
+    for part, seconds in (("work", timing.work_s), ("gathering", timing.gather_s), ("exchange", timing.exchange_s)):
+        put("shoal_round_part_seconds", seconds, part)
+    for phase in WORK_PHASES if timing.mean is not None else ():
+        put("shoal_round_phase_seconds", timing.mean.of(phase), phase)
+    if timing.path is not None:
+        put("shoal_round_late_seconds", timing.path.extra_s, timing.path.cause)
+
+
+def _put_costs(readings: Readings, costs: CostStatus) -> None:
+    readings.put("shoal_device_seconds", costs.device_s)
+    readings.put("shoal_unpriced_device_seconds", costs.unpriced_device_s)
+    readings.put("shoal_cost", costs.cost, costs.currency)
+    readings.put("shoal_round_cost", costs.round_cost, costs.currency)
+    readings.put("shoal_million_tokens_cost", costs.million_tokens_cost, costs.currency)
+    readings.put("shoal_provider_cost", costs.provider_cost, costs.currency, costs.provider)
+
+
+def _put_members(
+    readings: Readings, members: Sequence[MemberStatus], currency: str, shares: Mapping[str, float]
+) -> None:
     put = readings.put
     states = dict.fromkeys(("synced", "catching_up", "cannot_take_part", "gone"), 0)
     ways = dict.fromkeys(("dialed", "relayed", "not_at_all"), 0)
@@ -136,10 +164,15 @@ def _put_members(readings: Readings, members: Sequence[MemberStatus], shares: Ma
         put("shoal_member_info", 1, member.peer, member.name, member.device.name)
         put("shoal_member_sent_bytes_total", member.bytes_sent, member.peer)
         put("shoal_member_received_bytes_total", member.bytes_received, member.peer)
+        for phase in WORK_PHASES if member.times is not None else ():
+            put("shoal_member_phase_seconds", member.times.of(phase), member.peer, phase)
+        readings.put("shoal_member_cost", member.cost, member.peer, currency)
         _put_member(readings, [member], shares, member.peer)
     known = {member.peer for member in named}
     rest = [member for member in members if member.peer not in known]
     if rest:
+        costs = [one.cost for one in rest if one.counts_time and one.cost is not None]
+        readings.put("shoal_member_cost", sum(costs) if costs else None, REST, currency)
         _put_member(readings, rest, shares, REST)
 
 
@@ -149,6 +182,7 @@ def _put_member(readings: Readings, members: Sequence[MemberStatus], shares: Map
     put("shoal_member_up", sum(one.alive for one in members), peer)
     put("shoal_member_share_ratio", sum(one.share for one in members), peer)
     put("shoal_member_round_share_ratio", sum(shares.get(one.peer, 0.0) for one in members), peer)
+    put("shoal_member_present_seconds", sum(one.present_s for one in members), peer)
     put("shoal_member_credit_ratio", sum(one.credit for one in members), peer)
     put("shoal_member_tokens_per_second", sum(one.tokens_per_s for one in members), peer)
 

@@ -219,6 +219,7 @@ NOT_FROM_EVENTS = {
     "review",
     "stage",
     "together",
+    "timed",
     "_sign",
     "_ready_delays",
     "_report_delays",
