@@ -67,6 +67,7 @@ class JoinedPage:
         facts = PeerFacts(
             link_bps=members.run.node.bandwidth_bps,
             paths=members.run.node.path_reports(),
+            phases=first.clock.times().training,
             share=self._share,
             checkpoints=len(kept),
             checkpoint=(kept[0].round, written_s) if kept and written_s is not None else None,

@@ -12,7 +12,7 @@ from typing import get_args
 
 from shoal.peer.terminal.snapshot import Snapshot
 from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.types import PathKind, PathReport
+from shoal.swarm.protocol.types import WORK_PHASES, PathKind, PathReport, PhaseTimes
 from shoal.swarm.web.metrics import Readings
 
 _PERCENTAGE = re.compile(r" *\d+ *%$")
@@ -20,10 +20,12 @@ _PERCENTAGE = re.compile(r" *\d+ *%$")
 
 @dataclass(frozen=True)
 class PeerFacts:
-    """What a peer knows beside its snapshot. ``share``: of its weight in the newest committed round, None before one;
-    ``checkpoint``: round of the newest one, and when it was written; ``allocated_bytes``: None on a CPU."""
+    """What a peer knows beside its snapshot. ``phases``: of its training since the last round; ``share``: of its weight
+    in the newest committed round, None before one; ``checkpoint``: round of the newest one, and when it was written;
+    ``allocated_bytes``: None on a CPU."""
 
     link_bps: float
+    phases: PhaseTimes
     paths: Sequence[PathReport] = ()
     share: float | None = None
     checkpoints: int = 0
@@ -45,6 +47,8 @@ def peer_readings(taken: Snapshot, facts: PeerFacts) -> Readings:
     put("shoal_peer_tokens_per_second", taken.tokens_per_s)
     put("shoal_peer_open_round_tokens", taken.tokens_done)
     put("shoal_peer_loss", taken.loss)
+    for phase in WORK_PHASES:
+        put("shoal_peer_phase_seconds", facts.phases.of(phase), phase)
     put("shoal_peer_round_share_ratio", facts.share)
     put("shoal_peer_sent_bytes_total", taken.bytes_sent)
     put("shoal_peer_received_bytes_total", taken.bytes_received)

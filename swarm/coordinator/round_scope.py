@@ -1033,9 +1033,10 @@ class RoundScope:
         """Return the scope at a glance, for ``shoal status``."""
         samples = self.model.samples if self.model else None
         closing, unix_s = self.round.phase == "closing", now_s + self.log.unix_offset_s
-        held, section = (self.anchor_version, self.agreed_digest), self.run.cost
-        about = (self.round.number, self.walls(), self._steady_tokens_per_s())
-        members = self.membership.status(*held, section.prices, unix_s, *about)
+        prices, speeds = self.run.cost.prices, self._steady_tokens_per_s()
+        members = self.membership.status(
+            self.anchor_version, self.agreed_digest, prices, unix_s, self.round.number, self.walls(), speeds
+        )
         return CoordinatorToPeerStatus(
             run=self.run.run.name,
             run_hash=self.run.hash,
@@ -1064,7 +1065,7 @@ class RoundScope:
             timing=self.timings.newest,
             utilisation=self.timings.utilisation,
             goodput=self.timings.goodput,
-            costs=run_costs(section, members, self.tokens_committed),
+            costs=run_costs(self.run.cost, members, self.tokens_committed),
         )
 
     def seen(self, failed: Iterable[str] = ()) -> ScopeSeen:

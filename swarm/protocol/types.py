@@ -178,10 +178,10 @@ MAX_PRICE = 1e6
 Price = Annotated[float, Field(ge=0, le=MAX_PRICE)]
 """What devices cost an hour, in the run's currency."""
 
-DeviceTime = Annotated[float, Field(ge=0, le=1e15)]
+DeviceTime = Annotated[float, Field(ge=0, le=1e18)]
 """Seconds of all devices of a run together."""
 
-Cost = Annotated[float, Field(ge=0, le=1e18)]
+Cost = Annotated[float, Field(ge=0, le=1e30)]
 """In the run's currency."""
 
 

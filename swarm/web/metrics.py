@@ -143,6 +143,7 @@ PEER_METRICS = (
     _gauge("shoal_peer_tokens_per_second", "speed of this peer"),
     _gauge("shoal_peer_open_round_tokens", "tokens that it has trained in the open round"),
     _gauge("shoal_peer_loss", "its recent training loss, or that of the newest committed round, in nats"),
+    _gauge("shoal_peer_phase_seconds", "time since the last round ended that its training spent in a phase", "phase"),
     _gauge("shoal_peer_round_share_ratio", "share of its weight in the newest committed round that it knows"),
     _counter("shoal_peer_sent_bytes_total", "bytes that this process has sent to other members"),
     _counter("shoal_peer_received_bytes_total", "bytes that it has received from them"),

@@ -130,8 +130,9 @@ def _put_timing(readings: Readings, status: CoordinatorToPeerStatus) -> None:
         return
     for part, seconds in (("work", timing.work_s), ("gathering", timing.gather_s), ("exchange", timing.exchange_s)):
         put("shoal_round_part_seconds", seconds, part)
-    for phase in WORK_PHASES if timing.mean is not None else ():
-        put("shoal_round_phase_seconds", timing.mean.of(phase), phase)
+    if timing.mean is not None:
+        for phase in WORK_PHASES:
+            put("shoal_round_phase_seconds", timing.mean.of(phase), phase)
     if timing.path is not None:
         put("shoal_round_late_seconds", timing.path.extra_s, timing.path.cause)
 
@@ -164,8 +165,9 @@ def _put_members(
         put("shoal_member_info", 1, member.peer, member.name, member.device.name)
         put("shoal_member_sent_bytes_total", member.bytes_sent, member.peer)
         put("shoal_member_received_bytes_total", member.bytes_received, member.peer)
-        for phase in WORK_PHASES if member.times is not None else ():
-            put("shoal_member_phase_seconds", member.times.of(phase), member.peer, phase)
+        if member.times is not None:
+            for phase in WORK_PHASES:
+                put("shoal_member_phase_seconds", member.times.of(phase), member.peer, phase)
         readings.put("shoal_member_cost", member.cost, member.peer, currency)
         _put_member(readings, [member], shares, member.peer)
     known = {member.peer for member in named}

@@ -28,7 +28,7 @@ from shoal.swarm.errors import StorageError, Unreachable
 from shoal.swarm.protocol.json_values import status_json
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
-from shoal.swarm.protocol.types import Coverage, DeviceInfo, MemberStatus, PathReport
+from shoal.swarm.protocol.types import CostStatus, Coverage, DeviceInfo, MemberStatus, PathReport
 
 PEERS = ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")
 DEVICE = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", memory_bytes=24 * 2**30)
@@ -388,6 +388,17 @@ def test_status_says_how_members_are_met_that_nobody_can_dial() -> None:
     console.print(status_table(make_status().model_copy(update={"members": members})))
     shown = output(console)
     assert [words in shown for words in ("unreachable", "relayed", "2 punched, 1 relayed")] == [True] * 3
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_says_what_the_run_costs_and_on_whose_word(width: int) -> None:
+    console = terminal(width)
+    costs = CostStatus(members=3, priced_members=2, cost=30.0, million_tokens_cost=0.0421, currency="EUR")
+    provider = {"provider": "Nimbus\x1b[2J", "provider_cost": 1234.5, "provider_unlisted_device_s": 7200.0}
+    console.print(status_table(make_status().model_copy(update={"costs": costs.model_copy(update=provider)})))
+    shown = " ".join(output(console).split())
+    assert "30.00 EUR as members say, 2 of 3; 0.042 EUR per million tokens" in shown
+    assert "1,234.50 EUR at the prices of Nimbus·[2J, without 2:00:00 of devices" in shown
 
 
 def test_status_of_an_empty_run() -> None:

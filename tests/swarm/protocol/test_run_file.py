@@ -151,6 +151,7 @@ def test_defaults_of_every_section() -> None:
         },
         "pipeline": None,
         "card": {"title": "", "purpose": "", "licence": "", "homepage": "", "contact": ""},
+        "cost": {"currency": "USD", "prices": {}, "provider": ""},
         "start": None,
         "collective": None,
         "pins": None,
