@@ -1,4 +1,4 @@
-"""What a run costs: the time of its members at the prices that they name, or that its run file names for their device.
+"""Cost of a run: the time of its members at the prices that they name, or that its run file names for their device.
 
 Prices are what people say of their own machines: they are added up, shown as claims, and decide nothing. A member's
 time counts once work of it is in the run, so who only joins, at whatever price, costs a run nothing."""

@@ -553,22 +553,32 @@ def status_command(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh it in place, until Ctrl-C or q.")] = False,
     every: EveryOption = 2.0,
 ) -> None:
-    """Show a run: its round and loss, and each member's device, speed and share of the work."""
+    """Show a run: its round and loss, and each member's device, speed and share of the work.
+
+    Of a host's folder, ~/.shoal/host/RUN, what is in its journal, also when the run has ended and nobody answers."""
     from shoal.swarm.protocol.invite import Invite
 
-    run = Invite.read(invite)
     if watch and as_json:
         raise UserError("--watch shows a run to people: give --json alone, as often as you like")
+    folder = Path(invite) if Path(invite).is_dir() else None
+    if folder is not None and watch:
+        raise UserError("--watch follows a run that is hosted: give its invite")
     if watch:
         from shoal.peer.cli.watch import watch as watch_run
 
-        run_loop(watch_run(run, console, every))
+        run_loop(watch_run(Invite.read(invite), console, every))
         return
     from shoal.peer.terminal.views import status_table
-    from shoal.swarm.client.observer import get_status
     from shoal.swarm.protocol.json_values import status_json
 
-    status = run_loop(get_status(run))
+    if folder is not None:
+        from shoal.peer.cli.page_copy import kept_status
+
+        _, status = kept_status(folder)
+    else:
+        from shoal.swarm.client.observer import get_status
+
+        status = run_loop(get_status(Invite.read(invite)))
     if as_json:
         console.print_json(data=status_json(status))
     else:

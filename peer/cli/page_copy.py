@@ -41,6 +41,14 @@ def copy_page(source: str, out: str) -> str:
 
 def _read(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verdict]]:
     """Read a host's folder, which its host may be using."""
+    run, status = kept_status(folder)
+    _, verdicts = hosted_verdicts(folder, has_stages=run.pipeline is not None)
+    return run, status, verdicts
+
+
+def kept_status(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus]:
+    """Read a run and its status in a host's folder, which its host may be using. Raises ``StateFileError``, and as
+    ``hosted_status``."""
     if not is_host_folder(folder):
         raise StateFileError(
             f"{folder}: no host keeps a run here; give an invite or a host's folder, ~/.shoal/host/RUN"
@@ -51,9 +59,7 @@ def _read(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verd
     members = tuple(
         one.model_copy(update={"alive": False, "activity": "", "tokens_per_s": 0.0}) for one in status.members
     )
-    status = status.model_copy(update={"members": members, "outlook": ""})
-    _, verdicts = hosted_verdicts(folder, has_stages=run.pipeline is not None)
-    return run, status, verdicts
+    return run, status.model_copy(update={"members": members, "outlook": ""})
 
 
 async def _ask(invite: Invite) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verdict]]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from tests.fakes.journals import leased
 from tests.swarm.coordinator.stories import RUN, story
+from typer.testing import CliRunner
 
 from shoal.peer.cli import host as hosting
+from shoal.peer.cli.main import app
 from shoal.peer.cli.page_copy import copy_page
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.web.files import STATIC_FILES
@@ -50,6 +52,15 @@ def test_a_copy_has_all_files_and_all_rounds(folder: Path, tmp_path: Path) -> No
     assert told["status"]["chain"] == verdicts[-1].chain.hex()  # type: ignore[index]
     assert not any(one["alive"] for one in told["status"]["members"])  # type: ignore[index]
     assert told["status"]["waits_for"] == ""  # type: ignore[index]
+
+
+def test_the_status_of_a_run_can_be_had_from_its_folder(folder: Path) -> None:
+    shown = CliRunner().invoke(app, ["status", str(folder), "--json"])
+    assert shown.exit_code == 0, shown.output
+    told = json.loads(shown.stdout)
+    assert told["run"] == RUN.run.name
+    assert told["costs"]["currency"] == "USD"
+    assert "--watch" in str(CliRunner().invoke(app, ["status", str(folder), "--watch"]).exception)
 
 
 def test_what_is_no_hosts_folder_is_refused(tmp_path: Path) -> None:
