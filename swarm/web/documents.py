@@ -99,6 +99,12 @@ def public_status(status: CoordinatorToPeerStatus) -> dict[str, Any]:
         holder["outlook"] = without_addresses(holder["outlook"])
     if plain["timing"] is not None and plain["timing"]["path"] is not None:
         plain["timing"]["path"]["text"] = without_addresses(plain["timing"]["path"]["text"])
+    evaluation = plain["evaluation"]
+    evaluation["newest"] = []  # signatures, which browsers do not check
+    for holder in [*evaluation["texts"], *evaluation["figures"]]:
+        for one in [*holder.get("texts", ()), *holder.get("sources", ())]:
+            one.update({name: without_addresses(one[name]) for name in ("prompt", "text", "name") if name in one})
+    plain["stopping"] = without_addresses(plain["stopping"])
     plain["warning"] = without_addresses(plain["warning"])
     plain["journal"] = without_addresses(plain["journal"])
     plain["waits_for"] = without_addresses(waits_for(status))

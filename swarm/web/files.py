@@ -16,8 +16,10 @@ from shoal.swarm.web.feed import encode
 STATIC_FILES = {
     "index.html": "text/html; charset=utf-8",
     "page.css": "text/css",
+    "dom.js": "text/javascript",
     "format.js": "text/javascript",
     "charts.js": "text/javascript",
+    "cards.js": "text/javascript",
     "page.js": "text/javascript",
     "icon.svg": "image/svg+xml",
     "vendor/uPlot.js": "text/javascript",

@@ -178,7 +178,7 @@ class PageServer:
                     return _refusal(404, "no such run here: see runs.json")
                 try:
                     return _json(await answer(page, request))
-                except ValueError:
+                except _NoNumber:
                     return _refusal(400, "expected the number of a round")
                 except KeyError:
                     return _refusal(404, "no such round")
@@ -282,9 +282,16 @@ class _Streams:
             await refusal(scope, receive, send)
 
 
+class _NoNumber(Exception):
+    pass
+
+
 def _number(request: Request, name: str) -> int:
-    """Raises ``ValueError``."""
-    return int(request.query_params.get(name, "0")[:20])
+    """Raises ``_NoNumber``."""
+    try:
+        return int(request.query_params.get(name, "0")[:20])
+    except ValueError as error:
+        raise _NoNumber from error
 
 
 def _json(data: bytes) -> Response:

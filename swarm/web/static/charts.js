@@ -23,6 +23,7 @@ const charts = (() => {
     return [kept.map((end) => xs[end]), ...series.map(mean)];
   }
 
+  // Lines over the same horizontal axis; lines: label, colour, and how a value is written.
   class Chart {
     constructor(element, lines, axisOfSecond) {
       this.element = element;
@@ -51,7 +52,7 @@ const charts = (() => {
       if (this.second) axes.push({ ...axis, scale: this.second, side: 1, values: small, size: 40, grid: { show: false } });
       const series = this.lines.map((line) => ({
         label: line.label, scale: line.scale || "y", stroke: resolved(line.colour), width: 1.7,
-        points: { show: this.data[0].length < 40, size: 5 }, spanGaps: false,
+        dash: line.dash, points: { show: Boolean(line.points) || this.data[0].length < 40, size: 5 }, spanGaps: true,
         value: (u, value) => (value == null ? "–" : line.write(value)),
       }));
       const x = { label: this.time ? "time" : "tokens", value: (u, value) => (value == null ? "–" : this.time ? format.time(value) : format.count(value)) };
@@ -66,10 +67,15 @@ const charts = (() => {
       return [fromZero || this.lines[0].fromZero ? 0 : low - margin, high + margin];
     }
 
-    set(xs, time, ...series) {
-      const remake = !this.plot || time !== this.time || (this.data[0].length < 40) !== (xs.length < 40);
+    // Each table has its own xs and one or more series.
+    set(time, ...tables) {
+      const drawn = tables.map((table) => thinned(...table));
+      const some = drawn.filter((table, index) => index === 0 || table[0].length);
+      const data = some.length > 1 ? uPlot.join(some) : some[0];
+      while (data.length < this.lines.length + 1) data.push(data[0].map(() => null));
+      const remake = !this.plot || time !== this.time || (this.data[0].length < 40) !== (data[0].length < 40);
       this.time = time;
-      this.data = thinned(xs, ...series);
+      this.data = data;
       if (remake) this.make(); else this.plot.setData(this.data);
     }
   }

@@ -4,33 +4,11 @@
 (() => {
   const copy = window.shoalCopy || null;
   const SHOWN_MEMBERS = 100;
-  const $ = (id) => document.getElementById(id);
+  const { $, write, make, fill, pairs, bar, track, parts } = dom;
 
   let facts = null, status = null, rounds = null;
   let runName = null, loading = false, chosenRound = null, showAll = false, byTime = false;
   const rows = new Map();
-
-  // Text only: names and troubles are written by strangers.
-  function write(element, text) {
-    if (element.textContent !== text) element.textContent = text;
-  }
-
-  function make(tag, text, kind) {
-    const element = document.createElement(tag);
-    if (text != null) element.textContent = text;
-    if (kind) element.className = kind;
-    return element;
-  }
-
-  function fill(element, ...children) {
-    element.replaceChildren(...children);
-  }
-
-  function bar(element, share) {
-    const whole = Math.round(1000 * Math.max(0, Math.min(1, share))) / 10;
-    element.style.width = `${whole}%`;
-    element.parentElement.setAttribute("aria-valuenow", String(whole));
-  }
 
   const named = (peer) => {
     const member = status && status.members.find((one) => one.peer === peer);
@@ -75,11 +53,23 @@
 
   function taken(next) {
     const undone = status && status.undone_rounds !== next.undone_rounds;
+    if (status && status.facts !== next.facts) loadFacts();
     if (status && status.run_hash !== next.run_hash) { location.reload(); return; } // another run of this name
     status = next;
     if (undone) rounds = null;
     draw();
     if (!rounds || (rounds.round[rounds.round.length - 1] ?? -1) + 1 < status.next_round) loadRounds();
+  }
+
+  // An amendment may have changed the goals, the card, or who may join.
+  async function loadFacts() {
+    try {
+      facts = await get(at("run.json"));
+      drawFacts();
+      draw();
+    } catch (error) {
+      if (status) status.facts = ""; // again with the next status
+    }
   }
 
   function merged(delta) {
@@ -137,24 +127,23 @@
     drawStages();
     drawMembers();
     drawBytes();
+    drawEvaluations();
+    cards.time(status, named);
+    cards.texts(status);
     write($("chain"), `chain ${status.chain} · run ${status.run_hash}`);
   }
 
   function drawGoal() {
-    const { tokens, rounds: most, max_s: seconds } = facts.goals;
-    const shares = [];
-    if (tokens) shares.push([status.tokens_committed / tokens, `${format.count(status.tokens_committed)} of ${format.count(tokens)} tokens`]);
-    if (most) shares.push([status.rounds_committed / most, `${status.rounds_committed} of ${most} rounds`]);
-    if (seconds) shares.push([status.elapsed_s / seconds, `${format.duration(status.elapsed_s)} of ${format.duration(seconds)}`]);
-    shares.sort((one, two) => two[0] - one[0]);
-    const [share, words] = shares[0] || [0, `${format.count(status.tokens_committed)} tokens so far`];
+    const goal = cards.progress(facts.goals, status.tokens_committed, status.rounds_committed, status.elapsed_s);
+    const share = goal ? goal[0] : 0;
     const ended = status.phase === "ended";
-    write($("goal-text"), shares.length ? `${words}, ${format.percent(Math.min(1, share))}` : words);
+    write($("goal-text"), goal ? `${goal[1]}, ${format.percent(Math.min(1, share))}` : `${format.count(status.tokens_committed)} tokens so far`);
     const left = !ended && share > 0.002 && share < 1 ? `about ${format.duration((status.elapsed_s * (1 - share)) / share)} left` : "";
     write($("goal-left"), `running for ${format.duration(status.elapsed_s)}${left ? ` · ${left}` : ""}`);
-    bar($("goal-bar"), shares.length ? share : 0);
-    const waits = status.warning || status.waits_for;
-    write($("waits"), waits || "\u00a0");
+    bar($("goal-bar"), share);
+    const said = [status.warning, status.journal, status.waits_for, status.stopping].filter((words) => words);
+    write($("waits"), said.join(" · ") || "\u00a0");
+    $("waits").classList.toggle("calm", ended && !status.warning);
     document.title = `${facts.card.title || facts.name}: ${format.loss(status.loss)}`;
   }
 
@@ -162,7 +151,8 @@
     write($("tile-loss"), format.loss(status.loss));
     const aborted = status.rounds_aborted ? `, ${status.rounds_aborted} aborted` : "";
     const undone = status.rounds_undone ? `, ${status.rounds_undone} undone` : "";
-    write($("tile-loss-note"), "of the newest round, in nats a token");
+    const held = newestHeldOut();
+    write($("tile-loss-note"), held ? `in training; held out ${format.loss(held.loss)}, after round ${held.round}` : "in training, of the newest round");
     const speed = here.reduce((sum, one) => sum + one.tokens_per_s, 0);
     write($("tile-speed"), `${format.count(speed)}/s`);
     write($("tile-speed-note"), status.elapsed_s > 1 ? `tokens; ${format.count(status.tokens_committed / status.elapsed_s)}/s over the whole run` : "tokens");
@@ -173,10 +163,15 @@
     const share = status.tokens_in_round / facts.round.tokens;
     bar($("round-bar"), share);
     const closes = status.closes_in_s == null ? "" : `, closes in ${format.duration(status.closes_in_s)}`;
+    write($("tile-used"), status.utilisation == null ? "–" : format.percent(status.utilisation));
+    write($("tile-used-note"), status.goodput == null ? "of the members' time" : `of the members' time; ${format.percent(status.goodput)} of what they trained is in the model`);
     write($("tile-round-note"), `${format.count(status.tokens_in_round)} of ${format.count(facts.round.tokens)} tokens${closes}`);
     write($("rounds-title"), `Rounds: ${status.rounds_committed} committed${aborted}${undone}`);
     drawAgreement(here);
   }
+
+  const heldOut = () => (status.evaluation ? status.evaluation.figures.filter((one) => one.loss != null) : []);
+  const newestHeldOut = () => heldOut().pop();
 
   function drawAgreement(here) {
     const synced = here.filter((one) => one.synced).length;
@@ -209,10 +204,8 @@
       const item = make("li", null, stage.outlook ? "empty" : stage.is_bottleneck ? "bottleneck" : "");
       const what = make("div");
       what.append(make("b", `Stage ${number}`), make("div", `layers ${stage.first_layer} to ${stage.stop_layer - 1}, ${format.bytes(stage.parameters_bytes)}`, "dim"));
-      const flow = make("div"), track = make("div", null, "bar"), filled = make("i");
-      filled.style.width = `${(100 * stage.tokens_per_s) / most}%`;
-      track.append(filled);
-      flow.append(track, make("div", `${format.count(stage.tokens_per_s)} of ${format.count(stage.capacity_tokens_per_s)} tokens/s${stage.is_bottleneck ? ", bottleneck" : ""}`, "dim"));
+      const flow = make("div");
+      flow.append(track(stage.tokens_per_s / most), make("div", `${format.count(stage.tokens_per_s)} of ${format.count(stage.capacity_tokens_per_s)} tokens/s${stage.is_bottleneck ? ", bottleneck" : ""}`, "dim"));
       const holders = [...stage.replicas.map((peer) => named(peer)), ...stage.coming.map((peer) => `${named(peer)} (coming)`)].join(", ");
       item.append(what, flow, make("div", stage.outlook || (stage.replicas.length === 1 ? `${holders}: one replica, nobody checks it` : holders), stage.outlook ? "warn" : ""));
       return item;
@@ -229,9 +222,10 @@
 
   function cells(one) {
     const doing = one.alive ? one.activity + (one.synced ? "" : ", no state yet") : one.left || "gone";
+    const spent = one.times && cards.PHASES.reduce((sum, phase) => sum + one.times[phase], 0);
     return [
       one.device.name, doing, ...(status.stages.length ? [one.stages ? (one.stages[0] === one.stages[1] ? String(one.stages[0]) : one.stages.join(" to ")) : "–"] : []),
-      one.alive ? format.count(one.tokens_per_s) : "–", format.percent(one.share), format.loss(one.loss),
+      one.alive ? format.count(one.tokens_per_s) : "–", one.alive && spent ? format.percent(one.times.compute / spent) : "–", format.percent(one.share), format.loss(one.loss),
       format.bytes(one.bytes_sent), format.bytes(one.bytes_received), reach(one),
     ];
   }
@@ -243,7 +237,7 @@
     who.append(make("b", one.name), " ", make("span", one.peer.slice(0, 8), "id"));
     who.title = `${one.name} ${one.peer}`;
     row.append(who);
-    const staged = width > 8;
+    const staged = width > 9;
     for (let number = 0; number < width; number += 1) {
       const isFigure = number >= (staged ? 3 : 2) && number < width - 1;
       row.append(make("td", "", isFigure ? "num" : ""));
@@ -275,13 +269,10 @@
     }
     const here = status.members.filter((one) => one.alive).length;
     write($("members-count"), `${here} here, ${status.members.length} in all`);
+    $("nobody").hidden = status.members.length > 0;
     const more = $("more");
     more.hidden = ordered.length <= SHOWN_MEMBERS;
     write(more, showAll ? `Show the first ${SHOWN_MEMBERS}` : `Show all ${ordered.length}`);
-  }
-
-  function pairs(list, entries) {
-    fill(list, ...entries.flatMap(([name, text]) => [make("dt", name), make("dd", text)]));
   }
 
   function drawBytes() {
@@ -303,11 +294,8 @@
     for (const relay of status.relays) entries.push(["relay", relay.load ? `${format.many(relay.load.links, "connection")}, ${format.bytes(relay.load.carried_bytes)} carried` : "does not answer"]);
     pairs($("bytes"), entries);
     fill($("epochs"), ...status.coverage.slice(-3).map((one) => {
-      const track = make("div", null, "bar"), filled = make("i");
-      filled.style.width = `${(100 * one.committed) / one.samples}%`;
-      track.append(filled);
       const line = make("div");
-      line.append(make("span", `Epoch ${one.epoch}: ${format.percent(one.committed / one.samples)} of ${format.count(one.samples)} samples committed, each once`), track);
+      line.append(make("span", `Epoch ${one.epoch}: ${format.percent(one.committed / one.samples)} of ${format.count(one.samples)} samples committed, each once`), track(one.committed / one.samples));
       return line;
     }));
   }
@@ -320,22 +308,49 @@
     if (!rounds) return;
     const done = rounds.round.map((_, index) => index).filter((index) => rounds.state[index] === "committed");
     const pick = (name) => done.map((index) => rounds[name][index]);
-    lossChart.set(pick(byTime ? "ended_s" : "tokens_total"), byTime, pick("loss"));
+    const xs = pick(byTime ? "ended_s" : "tokens_total");
+    const tables = [[xs, pick("loss")]];
+    const held = heldOut();
+    tables.push([held.map((one) => (byTime ? one.at_s : one.tokens)), held.map((one) => one.loss)]);
+    lossChart.set(byTime, ...tables);
     const spans = done.map((index) => (index ? rounds.ended_s[index] - rounds.ended_s[index - 1] : null));
     const speed = done.map((index, number) => (spans[number] > 0 ? rounds.tokens[index] / spans[number] : null));
-    speedChart.set(pick(byTime ? "ended_s" : "tokens_total"), byTime, speed, pick("members"));
+    speedChart.set(byTime, [xs, speed, pick("members")]);
+    if (chosenRound == null && rounds.round.length) describe(rounds.round.length - 1);
     strip.set(rounds);
     drawBytes();
+  }
+
+  let drawnFigures = "";
+
+  // Held-out losses are drawn when there is a new one.
+  function drawEvaluations() {
+    const figures = status.evaluation ? JSON.stringify(status.evaluation.figures) : "";
+    if (figures === drawnFigures) return;
+    drawnFigures = figures;
+    drawRounds();
+  }
+
+  // What is known of a round without asking. Its place has a fixed height, so that nothing below moves.
+  function describe(index) {
+    const number = rounds.round[index];
+    write($("round-detail"), `Round ${number} ${rounds.state[index]} · ${format.time(rounds.ended_s[index])}`);
+    const entries = [["loss", format.loss(rounds.loss[index])], ["tokens", format.count(rounds.tokens[index])], ["members", String(rounds.members[index])],
+      ["sent", format.bytes(rounds.sent_bytes[index])], ["since the one before", index ? format.duration(rounds.ended_s[index] - rounds.ended_s[index - 1]) : "–"],
+      ["parts", rounds.void[index] ? `${rounds.void[index]} of ${rounds.parts[index]} void` : String(rounds.parts[index])]];
+    pairs($("round-figures"), entries);
+    const spent = [["compute", rounds.work_s[index], "training"], ["waiting", rounds.gather_s[index], "gathering"], ["exchange", rounds.exchange_s[index], "averaging"]];
+    const known = spent.filter(([, value]) => value != null).map(([phase, value, words]) => [phase, value, `${words} ${cards.seconds(value)}`]);
+    fill($("round-time"), ...(known.length ? parts(known) : []));
+    const why = [rounds.reason[index], rounds.why[index]].filter((words) => words).join(" · ");
+    write($("round-why"), why || "\u00a0");
+    $("round-why").className = rounds.state[index] === "committed" ? "" : "warn";
   }
 
   async function choose(index) {
     const number = rounds.round[index];
     chosenRound = number;
-    const took = index ? ` · ${format.duration(rounds.ended_s[index] - rounds.ended_s[index - 1])} since the round before` : "";
-    const voided = rounds.void[index] ? ` · ${rounds.void[index]} of ${format.many(rounds.parts[index], "part")} void` : "";
-    const why = rounds.reason[index] ? ` · ${rounds.reason[index]}` : "";
-    write($("round-detail"), `Round ${number} ${rounds.state[index]}${why} · loss ${format.loss(rounds.loss[index])} · ${format.count(rounds.tokens[index])} tokens · `
-      + `${format.many(rounds.members[index], "member")} · ${format.bytes(rounds.sent_bytes[index])} sent${took}${voided} · ${format.time(rounds.ended_s[index])}`);
+    describe(index);
     try {
       const detail = copy ? copy.details[number] : await get(at("round.json", `&round=${number}`));
       if (chosenRound !== number || !detail) return;
@@ -367,25 +382,22 @@
       $("run-facts").append(make("dt", "homepage"), place);
     }
     const asked = facts.admission === "open" ? "Anybody may join." : `Joining needs an invite${facts.card.contact ? `; ask ${facts.card.contact}` : ": ask the host for one"}.`;
-    fill($("join"), make("p", copy ? `This is a copy of ${format.time(copy.made_s)}; ${status.phase === "ended" ? "the run has ended." : asked}` : asked), ...(copy ? [] : [make("pre", "pip install shoal\nshoal join 'shoal://…'")]));
+    fill($("join"), make("p", copy ? `This is a copy of ${format.time(copy.made_s)}${copy.renewed_s ? ", renewed now and then" : ""}; ${status.phase === "ended" ? "the run has ended." : asked}` : asked), ...(copy ? [] : [make("pre", "pip install shoal\nshoal join 'shoal://…'")]));
   }
 
   async function begin() {
     const runs = copy ? [{ name: copy.facts.name }] : await get("runs.json");
     if (!runs.length) { told("no run is served at the moment"); setTimeout(start, 5000); return; }
     const wanted = new URLSearchParams(location.search).get("run");
+    if (runs.length > 1 && !runs.some((one) => one.name === wanted)) { showRuns(runs); return; }
     runName = (runs.find((one) => one.name === wanted) || runs[0]).name;
-    if (runs.length > 1) {
-      fill($("runs"), ...runs.map((one) => { const option = make("option", one.title || one.name); option.value = one.name; return option; }));
-      $("runs").value = runName;
-      $("runs").onchange = () => { location.search = `?run=${encodeURIComponent($("runs").value)}`; };
-      $("runs-label").hidden = false;
-    }
+    $("all-runs").hidden = runs.length < 2;
     facts = copy ? copy.facts : await get(at("run.json"));
     status = copy ? copy.status : null;
     drawFacts();
     if (copy) {
       rounds = copy.rounds;
+      if (copy.renewed_s) setTimeout(() => location.reload(), 1000 * copy.renewed_s);
       told("a copy");
       $("link").classList.remove("lost");
       draw();
@@ -395,10 +407,32 @@
     }
   }
 
+  // The host's runs, with a card each.
+  function showRuns(runs) {
+    $("one").hidden = true;
+    $("all").hidden = false;
+    $("phase").hidden = true;
+    write($("title"), document.title = "Runs of this host");
+    write($("subtitle"), `${format.many(runs.length, "run")}: choose one`);
+    cards.runs(runs);
+    told("live");
+    setTimeout(async () => {
+      if (document.hidden) { showRuns(runs); return; }
+      try {
+        const now = await get("runs.json");
+        if (now.length < 2) location.reload(); else showRuns(now);
+      } catch (error) {
+        told("the host does not answer");
+        setTimeout(start, 5000);
+      }
+    }, 5000);
+  }
+
   async function start() {
     try {
       await begin();
     } catch (error) {
+      console.info("the page is begun again later", error);
       told("the host does not answer");
       setTimeout(start, 5000);
     }
@@ -412,7 +446,10 @@
   }
 
   document.addEventListener("DOMContentLoaded", () => {
-    lossChart = new charts.Chart($("loss-chart"), [{ label: "training loss", colour: "--accent", write: format.loss }]);
+    lossChart = new charts.Chart($("loss-chart"), [
+      { label: "training", colour: "--accent", write: format.loss },
+      { label: "held out", colour: "--second", write: format.loss, dash: [6, 4], points: true },
+    ]);
     speedChart = new charts.Chart($("speed-chart"), [
       { label: "tokens/s", colour: "--accent", write: format.count, fromZero: true },
       { label: "members", colour: "--second", write: String, scale: "members" },
