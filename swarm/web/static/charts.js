@@ -35,7 +35,7 @@ const charts = (() => {
     }
 
     size() {
-      return { width: Math.max(200, this.element.clientWidth), height: this.element.clientHeight - 30 };
+      return { width: Math.max(200, this.element.clientWidth), height: this.element.clientHeight - (this.element.clientWidth < 420 ? 56 : 30) };
     }
 
     resize() {
@@ -48,7 +48,7 @@ const charts = (() => {
       const grid = { stroke: resolved("--line"), width: 1 };
       const axis = { stroke: resolved("--dim"), grid, ticks: { show: false }, font: "11px system-ui" };
       const small = (u, values) => values.map((value) => (Math.abs(value) >= 1000 ? format.count(value) : String(+value.toPrecision(6))));
-      const axes = [{ ...axis, ...(this.time ? {} : { values: small }) }, { ...axis, values: small, size: 52 }];
+      const axes = [{ ...axis, size: this.time ? 44 : 30, ...(this.time ? {} : { values: small }) }, { ...axis, values: small, size: 52 }];
       if (this.second) axes.push({ ...axis, scale: this.second, side: 1, values: small, size: 40, grid: { show: false } });
       const series = this.lines.map((line) => ({
         label: line.label, scale: line.scale || "y", stroke: resolved(line.colour), width: 1.7,

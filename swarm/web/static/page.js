@@ -164,7 +164,7 @@
     bar($("round-bar"), share);
     const closes = status.closes_in_s == null ? "" : `, closes in ${format.duration(status.closes_in_s)}`;
     write($("tile-used"), status.utilisation == null ? "–" : format.percent(status.utilisation));
-    write($("tile-used-note"), status.goodput == null ? "of the members' time" : `of the members' time; ${format.percent(status.goodput)} of what they trained is in the model`);
+    write($("tile-used-note"), status.goodput == null ? "of the members' time" : `of the members' time; ${format.percent(status.goodput)} of their tokens count`);
     write($("tile-round-note"), `${format.count(status.tokens_in_round)} of ${format.count(facts.round.tokens)} tokens${closes}`);
     write($("rounds-title"), `Rounds: ${status.rounds_committed} committed${aborted}${undone}`);
     drawAgreement(here);
