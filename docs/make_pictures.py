@@ -1,4 +1,4 @@
-"""Make the pictures of the page in docs/: on a desktop, on a phone, and in dark. Needs playwright and Debian's chromium.
+"""Make the pictures of the page in docs/: on a desktop, on a phone, and in dark. Needs playwright and chromium.
 
     python docs/make_pictures.py URL
 
