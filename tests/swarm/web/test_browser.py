@@ -71,7 +71,7 @@ class ShownRun:
         return self.run
 
     async def status(self) -> CoordinatorToPeerStatus:
-        told = timing(self.rounds - 1, late=1, text=HOSTILE).model_copy(
+        told = timing(max(0, self.rounds - 1), late=1, text=HOSTILE).model_copy(
             update={"mean": PhaseTimes(compute=3.0, data=1)}
         )
         return status(
