@@ -811,7 +811,9 @@ class CoordinatorService:
             try:
                 # Never cut short, as the journal is closed next: also when this raises ``CancelledError``, it is there.
                 await in_thread(self.journal.append, index, events)
-            except StorageError as error:
+            except (
+                Exception
+            ) as error:  # whatever it is, as when an engine's password was changed: these events are lost
                 self._break(error)
                 raise DeadlineExceeded(_STOPS) from error
             self.journal_writes, self.journal_write_s = (
