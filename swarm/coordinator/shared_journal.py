@@ -190,7 +190,13 @@ class SharedJournal:
                 if found is None or found.revision == self._revision:
                     return False
                 head = _Head.unpack(found.value, self.location)
-                warm = self._up_to(head, self._warm, self._head.next)
+                try:
+                    warm = self._up_to(head, self._warm, self._head.next)
+                except DamagedRecords:
+                    now = self._store.read(HEAD)
+                    if now is not None and now.revision != found.revision:  # compacted while a long value was read
+                        continue
+                    raise
                 if warm is not None:
                     self._warm, self._head, self._revision = warm, head, found.revision
                     return True

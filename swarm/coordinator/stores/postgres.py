@@ -57,9 +57,15 @@ class PostgresStore:
         self._url, self._run = url, run
         try:
             about = conninfo_to_dict(url)
-        except psycopg.Error as error:
-            raise UserError(f"--journal: not a Postgres URL: {str(error).strip()}") from None
+        except psycopg.Error:
+            about = {}
         hosts = str(about.get("host") or "").split(",")
+        # What libpq says of a URL repeats it, and a password with such a character is taken for a host or a database.
+        if not about or "@" in f"{about.get('host')}{about.get('dbname')}":
+            raise UserError(
+                "--journal postgres://…: not a URL of Postgres, postgres://USER:PASSWORD@HOST:PORT/DATABASE; in a "
+                "password, write @ / : # ? % and spaces as %40 %2F %3A %23 %3F %25 %20"
+            )
         ports = str(about.get("port") or "5432").split(",")
         named = ",".join(f"{host}:{ports[min(at, len(ports) - 1)]}" for at, host in enumerate(hosts))
         self.location = f"postgres://{named}/{about.get('dbname') or ''}#{run}"
@@ -253,6 +259,12 @@ def _connect(url: str) -> _TimedConnection:
     made.execute("set synchronous_commit = on")
     made.execute(f"set statement_timeout = {int(_ANSWER_S * 1000)}")
     made.execute(f"set lock_timeout = {int(_ANSWER_S * 1000)}")
+    # A host that stops or loses its power in a commit must not keep the run's row locked: nobody could take over.
+    made.execute(f"set idle_in_transaction_session_timeout = {int(_ANSWER_S * 1000)}")
+    made.execute(f"set tcp_user_timeout = {int(_ANSWER_S * 1000)}")
+    made.execute("set tcp_keepalives_idle = 3")
+    made.execute("set tcp_keepalives_interval = 1")
+    made.execute("set tcp_keepalives_count = 3")
     return made
 
 

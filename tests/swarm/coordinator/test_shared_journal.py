@@ -461,6 +461,34 @@ def test_a_place_is_shown_without_its_password(url: str) -> None:
     assert "a:1" in store.location
 
 
+@pytest.mark.parametrize("password", ["geheim%zz", "a@geheim", "a/geheim", "a w=geheim"])
+def test_a_password_in_a_wrong_url_is_not_repeated(password: str) -> None:
+    with pytest.raises(UserError) as found:
+        open_store(f"postgres://me:{password}@a/base", "run")
+    assert "geheim" not in str(found.value)
+
+
+def test_a_journal_may_be_compacted_while_a_follower_reads_a_long_value(tmp_path: Path) -> None:
+    engine = memory_engine(tmp_path)
+    leading, store = engine.leader("one"), engine.store()
+    follower = engine.host("two", store)
+    read_value, told = store.scan, story()
+    long = [MemberLost(peer=entry(1).peer, reason=f"{at} " + "x" * 900) for at in range(600)]
+    at, snapshot = next((at, found) for at, (_, found) in enumerate(told) if found is not None)
+    tell(leading, 0, at + 1)
+    leading.append(at + 1, long)
+
+    def scan(first: str, stop: str, limit: int) -> list[tuple[str, bytes]]:
+        if first.startswith("more/log"):
+            leading.compact(snapshot)
+        return read_value(first, stop, limit)
+
+    store.scan = scan  # type: ignore[method-assign]
+    assert follower.follow()
+    assert follower.next_index == at + 2
+    assert follower.read(0) == [snapshot]
+
+
 def test_an_engine_that_is_not_there(tmp_path: Path) -> None:
     for url in ("etcd://user:geheim@127.0.0.1:9,127.0.0.1:10/x", "postgres://user:geheim@127.0.0.1:9/x"):
         with pytest.raises(JournalUnavailable) as found:
