@@ -157,10 +157,13 @@ class EvaluationBook:
         this invite.
 
         So a validator reports at most once a version, in the order of versions, and an invite is one witness: whoever
-        has it may make many identities."""
+        has it may make many identities. Of versions so old that some have been thinned out none is taken, as there
+        those could be reported again and again until nothing else is left."""
         mine = [one.version for one in self.versions if any(report.by == validator for report in one.reports)]
         at = next((one for one in self.versions if one.version == version), None)
         if mine and version <= mine[-1]:
+            return False
+        if len(self.versions) >= _KEPT // 2 and version < self.versions[-_KEPT // 2].version:
             return False
         return at is None or (len(at.reports) < MAX_EVALUATORS and invite not in [one.invite for one in at.reports])
 

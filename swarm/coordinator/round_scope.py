@@ -912,7 +912,7 @@ class RoundScope:
         before = self.membership.members[peer]
         received_before, done_before = before.bytes_received, before.tokens_done
         moved = self.membership.hear(peer, heartbeat, self.round.number, now_s)
-        if before.tokens_done > done_before:
+        if before.tokens_done > done_before and peer in self.leases.held:  # guests could say so, too
             self.round.worked_s[peer] = now_s
         if not self.membership.is_observer(peer):
             process = self.membership.members[peer].entry.certificate.curve_key

@@ -110,6 +110,8 @@ log = logging.getLogger(__name__)
 _DIAL_BACK_S = 2.0
 _SPANS_S = 5.0
 """Time for a member to say what it did in a round."""
+_SPANS_AT_ONCE = 32
+"""Most members that are asked for that at a time: those that do not answer hold a handler for so long."""
 
 Handler = Callable[[Channel, Message], Coroutine[Any, Any, Message]]
 
@@ -375,14 +377,20 @@ class ScopeHandlers:
         self.service.span_requests.check(self.scope.admission.require_member(channel.remote_key), 1)
         asked = self.scope.membership.live.get(message.peer)
         to = self.service.node.control.incoming(asked.entry.certificate.curve_key) if asked is not None else None
-        if to is None:
-            raise TryLater(f"{message.peer} is not here now")
+        if to is None or self.service.spans_asked >= _SPANS_AT_ONCE:
+            raise TryLater(f"{message.peer} is not here, or too many members are asked, now")
+        self.service.span_answers.check(message.peer, 1)
         sent_s = time.monotonic()
         question = CoordinatorToPeerGetSpans(round=message.round)
-        told = await to.request(question, PeerToCoordinatorSpans, _SPANS_S, self.scope.number)
+        self.service.spans_asked += 1
+        try:
+            told = await to.request(question, PeerToCoordinatorSpans, _SPANS_S, self.scope.number)
+        except ShoalError as error:  # passed on as it is, it would be this coordinator's, and who asks waits for ever
+            raise LinkError(f"{message.peer} does not say what it did: {error}") from error
+        finally:
+            self.service.spans_asked -= 1
         took_s = time.monotonic() - sent_s
-        ahead_s = told.now_s - (sent_s + took_s / 2)
-        spans = tuple(one.model_copy(update={"start_s": max(0.0, one.start_s - ahead_s)}) for one in told.spans)
+        spans = told.on_clock_of(sent_s + took_s / 2)
         return CoordinatorToPeerSpans(spans=spans, error_s=took_s / 2)
 
     async def _history(self, channel: Channel, message: Message) -> Message:
@@ -702,7 +710,10 @@ class CoordinatorService:
         """The run's own scope, number 0."""
         self.relays = RunRelays()
         self.path_requests = RequestLimit(2.0, 64.0)
-        self.span_requests = RequestLimit(8.0, 256.0)
+        self.span_requests, self.span_answers = RequestLimit(8.0, 256.0), RequestLimit(2.0, 32.0)
+        """By who asks, and by who has to answer: whoever makes many identities must not load a member's link."""
+        self.spans_asked = 0
+        """Members that are asked now."""
         self.host_commands = HostCommands(self.scope, identity)
         self.handlers = [ScopeHandlers(self, self.scope)]
         """By scope."""

@@ -27,6 +27,7 @@ from shoal.swarm.protocol.types import (
     MAX_PATHS,
     MAX_RANGES,
     MAX_RUN_RELAYS,
+    MAX_SECONDS,
     MAX_STAGES,
     MAX_TENSORS,
     MAX_TOKEN_BYTES,
@@ -391,6 +392,13 @@ class PeerToCoordinatorSpans(Message):
 
     spans: Annotated[tuple[PhaseSpan, ...], Field(max_length=MAX_SPANS)]
     now_s: Seconds
+
+    def on_clock_of(self, now_s: float) -> tuple[PhaseSpan, ...]:
+        """Return the spans on another clock, which shows ``now_s`` as the member's shows its own; within the range."""
+        return tuple(
+            one.model_copy(update={"start_s": min(max(0.0, one.start_s - self.now_s + now_s), MAX_SECONDS)})
+            for one in self.spans
+        )
 
 
 class PeerToCoordinatorGetVerdicts(Message):

@@ -43,6 +43,7 @@ MAX_CLAIM_BYTES = 128
 MAX_INVITE_USES = 4096
 MAX_TOKEN_BYTES = 128
 MAX_AMENDMENTS = 64
+MAX_SECONDS = 1e9
 MAX_RATE = 1e18
 """The largest rate that a message has room for. What one member claims may be as much."""
 
@@ -60,7 +61,7 @@ Text = Annotated[str, Field(max_length=2000)]
 Host = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 UnixTime = Annotated[float, Field(ge=0, le=1e12)]
 """Seconds since 1970, UTC."""
 Rate = Annotated[float, Field(ge=0, le=MAX_RATE)]

@@ -223,6 +223,17 @@ def test_a_long_history_keeps_its_best_and_its_end(monkeypatch: pytest.MonkeyPat
     assert kept[-32:] == list(range(168, 200))
 
 
+def test_old_versions_that_were_thinned_out_are_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_book, "_KEPT", 64)
+    book = EvaluationBook()
+    for version in range(100):
+        book.take(event(version, 3.0))
+    gone = sorted(set(range(100)) - {one.version for one in book.versions})
+    assert gone
+    assert not any(book.may_take("z" * 16, "z" * 8, version) for version in gone)
+    assert all(book.may_take("z" * 16, "z" * 8, version) for version in range(68, 101))
+
+
 # The end of a run -------------------------------------------------------------------------------------------
 
 
