@@ -6,7 +6,7 @@ from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from hypothesis import strategies as st
-from pydantic import BaseModel, StringConstraints
+from pydantic import AfterValidator, BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
 from shoal.swarm.coordinator.events import MemberMoved
@@ -62,6 +62,8 @@ def values(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy
         least_value = low if above is None else above
         return st.floats(least_value, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False)
     if annotation is str:
+        if any(isinstance(one, AfterValidator) for one in limits):  # of plain text
+            return st.text("aZ 7é≤\n", min_size=least, max_size=min(most or 20, 20))
         return st.text(st.characters(exclude_categories=["Cs"]), min_size=least, max_size=min(most or 20, 20))
     if annotation is bytes:
         return st.binary(min_size=least, max_size=most or 20)

@@ -15,6 +15,7 @@ from shoal.swarm.coordinator.event_log import EventLog
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.protocol.access_records import AccessRecord
+from shoal.swarm.protocol.evaluations import ClaimedLoss, Evaluation, HeldOutFigure, SignedEvaluation
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.rounds import StateAgreement
 from shoal.swarm.protocol.run_file import parse_run_file
@@ -109,10 +110,36 @@ EVENTS: dict[str, ev.JournalEvent] = {
         ),
     ),
     "LossRose": ev.LossRose(round=3, loss=31_138.0, usual=3.0),
+    "ModelEvaluated": ev.ModelEvaluated(
+        by=PEERS[1],
+        round=3,
+        tokens=100,
+        at_s=1.0,
+        signed=SignedEvaluation(
+            evaluation=Evaluation(version=3, state_digest=bytes(32), loss=2.5, samples=8),
+            validator_key=bytes(32),
+            signature=bytes(64),
+        ),
+    ),
+    "FigureTaken": ev.FigureTaken(
+        figure=HeldOutFigure(
+            version=3,
+            round=3,
+            tokens=100,
+            at_s=1.0,
+            loss=2.5,
+            standing="claim",
+            counts=False,
+            claims=(ClaimedLoss(validator=PEERS[1], loss=2.5),),
+        )
+    ),
+    "StopDecided": ev.StopDecided(round=4, reason="the held-out loss is below 2.6", at_s=1.0),
+    "TrendNoticed": ev.TrendNoticed(round=4, kind="rising", text="the training loss rises"),
 }
 
 QUIET = (
     "AccessRecorded",
+    "ModelEvaluated",
     "MemberMoved",
     "ProcessBanned",
     "LeaseGranted",

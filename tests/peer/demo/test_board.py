@@ -35,7 +35,7 @@ def test_board_of_whole_models(is_terminal: bool) -> None:
     log.kill(Death("peer-2", 1020.0))
     words = shown(log, WHOLE_HOST, whole_peers(), is_terminal)
     assert "round 3 committed · loss 2.000" in words
-    assert "peer-2 is gone: silent" in words
+    assert "peer-2 (bbbbbbbbbbbbbbbb) is gone: silent" in words
     assert ("SIGKILL" in words) == is_terminal
     assert "done" in words
 
@@ -48,4 +48,4 @@ def test_board_of_stages(is_terminal: bool) -> None:
         words.count("round 3 committed · loss 2.000") == 1 + is_terminal
     )  # what is live is drawn once more at the end
     assert ("round 1 committed" in words) != is_terminal  # in a terminal the next one takes its place
-    assert words.count("peer-3 is gone: silent") == 1 + is_terminal  # not once more for the stage
+    assert words.count("peer-3 (cccccccccccccccc) is gone: silent") == 1 + is_terminal  # not once more for the stage

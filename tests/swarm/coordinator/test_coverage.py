@@ -76,7 +76,7 @@ def test_an_epoch_that_a_verdict_taken_over_has_covered_is_told_of() -> None:
     end = next(number for number, one in enumerate(events) if isinstance(one, ev.EpochsCovered))
     given, told = events[end - 1 : end + 1]
     assert isinstance(given, ev.VerdictGiven)
-    lacks = PlainRun(world.run, SIGNER.sign, 0.0, 0)
+    lacks = PlainRun(world.run, SIGNER.sign, 0.0, given.verdict.epoch)
     lacks.log.replay(lacks.scope, events[: end - 1], 0.0)
     assert lacks.scope.take_over(given.verdict, 0.0)
     assert lacks.log.take()[1:] == [told]
