@@ -335,6 +335,7 @@ def test_requests_that_are_none_are_not_told_the_hosts_terminal(
     server: PageServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "shoal.swarm.web.server")  # whatever commands have set before
     terminal = logging.handlers.BufferingHandler(100)
     logging.getLogger().addHandler(terminal)
     try:
