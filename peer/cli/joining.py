@@ -43,7 +43,7 @@ RESUME_AT, RESUME_AS = "--resume-at", "--resume-as"
 
 @dataclass(frozen=True)
 class Compute:
-    """What this machine trains with, as ``Work``. ``host_bytes``, ``device_bytes``: most memory, None for all;
+    """Limits of training, for a ``Work``. ``host_bytes``, ``device_bytes``: most memory, None for all;
     ``threads``: 0 for all."""
 
     device: str = "auto"
@@ -64,7 +64,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Reports:
-    """Where a peer is shown. ``log_json``: file of events; ``trackers``: of metrics; ``web``: where to serve a page,
+    """Views of a peer. ``log_json``: file of events; ``trackers``: of metrics; ``web``: where to serve a page,
     ``metrics``: where to serve metrics alone."""
 
     console: Console
@@ -76,7 +76,7 @@ class Reports:
 
 @dataclass(frozen=True)
 class Lending:
-    """How the machine is lent. ``terms``: that were given for this process; ``notices``: of a spot machine's provider;
+    """Terms of lending. ``terms``: that were given for this process; ``notices``: of a spot machine's provider;
     ``accept``: hash of a run or study that its owner agrees to without being asked."""
 
     terms: TermsText = field(default_factory=dict)

@@ -38,7 +38,7 @@ _TRACKS = ("training", "exchange")
 
 @dataclass(frozen=True)
 class TracedMember:
-    """What a member did in a round, on the coordinator's clock, to within ``error_s``. ``stage``: of a pipeline."""
+    """Spans of a member's round, on the coordinator's clock, to within ``error_s``. ``stage``: of a pipeline."""
 
     peer: str
     name: str

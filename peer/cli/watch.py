@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class WatchedRun:
-    """What is known of a run that is watched. ``by``: the order of its members in ``top``, None for the whole status.
+    """Newest status of a run that is watched. ``by``: the order of its members in ``top``, None for the whole status.
 
     ``take`` is given each status or failure; ``render`` makes the view. Moments are arguments."""
 

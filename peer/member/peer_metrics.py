@@ -20,7 +20,7 @@ _PERCENTAGE = re.compile(r" *\d+ *%$")
 
 @dataclass(frozen=True)
 class PeerFacts:
-    """What a peer knows beside its snapshot. ``phases``: of its training since the last round; ``share``: of its weight
+    """Values of a peer beside its snapshot. ``phases``: of its training since the last round; ``share``: of its weight
     in the newest committed round, None before one; ``checkpoint``: round of the newest one, and when it was written;
     ``allocated_bytes``: None on a CPU."""
 

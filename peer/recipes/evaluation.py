@@ -16,7 +16,7 @@ def _on() -> None:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What an evaluation is to look at.
+    """Extent of an evaluation.
 
     ``samples``: most held-out samples; ``prompts``: beginnings of texts, an empty one for the beginning of a document;
     ``text_tokens``: most tokens after each; ``temperature``: 0 for the likeliest token each time; ``seed``: of what is
