@@ -285,6 +285,14 @@ HOST_EVENTS: Mapping[str, EventKind] = {
             "undone": "samples that were trained on again because their round was undone",
         },
     ),
+    "run_ended": EventKind(
+        "the run has all that its file asks for",
+        {"rounds": "committed rounds", "tokens": "committed tokens", "loss": "loss of the newest round, in nats"},
+    ),
+    "model_kept": EventKind(
+        "the run's last model was fetched from its members, or could not be",
+        {"path": "its file; null if it could not be fetched", "trouble": "why not; empty if it was"},
+    ),
     "stages_cut": EventKind(
         "the model was cut into stages", {"boundaries": "first layer of each stage, and the number of layers"}
     ),

@@ -582,6 +582,8 @@ class Session:
             case Attention.ENDED:
                 # Other peers may still fetch the round's results from this one.
                 self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
+                with suppress(Interrupted):
+                    self._network.call(self._member.serve_after_end(), interruptible=True)
                 return Readiness.OVER
             case Attention.RESYNC:
                 rejoined = self._member.rejoined

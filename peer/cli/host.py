@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import platform
 import socket
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from shoal.peer.cli.host_events import describe_event
+from shoal.peer.cli.last_model import MODEL_FILE, LastModel, keeps_model
 from shoal.peer.cli.standby import MOST_COORDINATORS, SharedHosting, SharedPlace
 from shoal.peer.cli.supervisor import Restarts
 from shoal.peer.data_places import NOWHERE, DataPlaces
@@ -141,7 +143,8 @@ class HostOptions:
     ``via``: relays that this host is reached over; ``relay``: run one beside it for members that cannot be dialed,
     unless it is reached over others. ``web``: where to serve the page of the runs, ``metrics``: where to serve their
     metrics alone; None for nowhere. ``journal``: the journal that other
-    hosts share; None for one in ``state``."""
+    hosts share; None for one in ``state``.
+    ``keep_model``: whether to fetch the last model from the members at the run's end; None for small ones."""
 
     identity: Path | None
     state: Path
@@ -157,6 +160,7 @@ class HostOptions:
     web: tuple[str, int] | None = None
     metrics: tuple[str, int] | None = None
     journal: SharedPlace | None = None
+    keep_model: bool | None = False
 
 
 @dataclass(frozen=True)
@@ -489,7 +493,13 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[Journal, int]
         invite = await make_invite()
         announce(invite)
         async with task_scope() as tasks:
-            following = [tasks.create_task(_follow_admission(service, make_invite, announce))]
+            kept = state / MODEL_FILE if keeps_model(options.keep_model, run) else None
+            last = LastModel(service, kept, _run_command, lambda event: shared.on_event(event | {"run": one.name}))
+            here = Address(host=own_end(options.bind[0]), control_port=port)
+            following = [
+                tasks.create_task(_follow_admission(service, make_invite, announce)),
+                tasks.create_task(last.run(invite, here)),
+            ]
             if one.sharing is not None:
                 following.append(tasks.create_task(_follow_hosts(invite, make_invite, announce)))
             try:
@@ -693,12 +703,14 @@ async def _prepare_apart(given: Path, out: Path, places: DataPlaces) -> None:
         raise type(error)(_CANNOT.format(words)) from error
 
 
-async def _run_command(arguments: Sequence[str]) -> None:
+async def _run_command(arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
     """Run a ``shoal`` command as a process of its own, so that the memory it takes is free when it ends.
 
-    It prints to our output how far it is. Raises the error that it ended with."""
+    It prints to our output how far it is. ``variables``: of its environment, beside ours. Raises the error that it
+    ended with."""
     command = [sys.executable, "-m", "shoal.peer", *arguments]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    environment = {**os.environ, **(variables or {})}
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
     try:
         _, told = await process.communicate()
     finally:

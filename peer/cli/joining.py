@@ -144,6 +144,7 @@ class Joiner:
         """Take part in one run until it ends; returns whether to go on to the next one. Raises ``_Paused``, and
         ``RunAmended`` where the owner does not agree to what has become of the run."""
         options, notices = self.options, self.lending.notices
+        farewells: list[str] = []
         while True:
             try:
                 with (
@@ -155,13 +156,19 @@ class Joiner:
                     if notices is not None and (notice := notices.look()):
                         log.warning("the provider takes this machine back (%s): this peer does not join", notice)
                         raise typer.Exit(TERMINATED)
-                    return self._train(invite, accept, keeper, reporter)
+                    return self._train(invite, accept, keeper, reporter, farewells)
             except RunAmended as amended:
                 from shoal.peer.cli.consent import Consent
 
                 Consent(self.reports.console).ask_again(amended, invite.run_hash, keeper.folder)
+            finally:  # below the panel, which has ended now
+                for words in farewells:
+                    self.reports.console.print(words, markup=False, highlight=False, soft_wrap=True)
+                farewells.clear()
 
-    def _train(self, invite: Invite, accept: str, keeper: GuestKeeper, reporter: Reporter) -> bool:
+    def _train(
+        self, invite: Invite, accept: str, keeper: GuestKeeper, reporter: Reporter, farewells: list[str]
+    ) -> bool:
         from shoal.peer.checkpoints.manifest import MANIFEST
         from shoal.peer.cli.consent import Consent, agreed_ends
         from shoal.peer.cli.join import Ending, run_member
@@ -198,8 +205,7 @@ class Joiner:
             how = run_member(str(invite), options, self.compute.work(), consent, keeper, watch, notices)
         for run, folder in joined if how is not Ending.PAUSED else ():
             has_model = any(folder.glob(f"**/{MANIFEST}"))
-            words = farewell(run, folder, ended=how is Ending.RUN_ENDED, has_model=has_model)
-            console.print(words, markup=False, highlight=False, soft_wrap=True)
+            farewells.append(farewell(run, folder, ended=how is Ending.RUN_ENDED, has_model=has_model))
         if how is Ending.TERMINATED:
             raise typer.Exit(TERMINATED)
         if how is Ending.PAUSED:

@@ -182,6 +182,13 @@ def host_command(
     no_relay: Annotated[
         bool, typer.Option("--no-relay", help="Run no relay beside, for members that cannot be dialed.")
     ] = False,
+    keep_model: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-model/--no-keep-model",
+            help="Fetch the last model from the members when the run ends; by default one of 100M parameters or fewer.",
+        ),
+    ] = None,
     web: WebOption = None,
     metrics: MetricsOption = None,
     journal: Annotated[
@@ -234,6 +241,7 @@ def host_command(
         publish=publish,
         via=tuple(RelayUrl.parse(url) for url in via or ()),
         relay=not no_relay,
+        keep_model=keep_model,
         web=None if web is None else split_host_port(web, DEFAULT_WEB_PORT),
         metrics=None if metrics is None else split_host_port(metrics, DEFAULT_METRICS_PORT),
         journal=SharedPlace(journal, tuple(standby_key or ()), SHOAL_HOME / "identity", lease) if journal else None,

@@ -97,7 +97,7 @@ class Runner:
     def _start_host(self) -> None:
         self._board.say("the coordinator starts")
         folder = self._folder / "host"
-        arguments = ["host", str(self._folder / "run.toml"), "--bind", "127.0.0.1:0"]
+        arguments = ["host", str(self._folder / "run.toml"), "--bind", "127.0.0.1:0", "--no-keep-model"]
         arguments += ["--web", self._web] if self._web else []
         self._hosts = [Child("host", folder, arguments)]
         deadline = time.monotonic() + _START_S

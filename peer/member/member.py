@@ -106,6 +106,9 @@ class StageMembership:
         raise NotAdmitted(f"the plan has given {self._what} to another peer")
 
 
+LAST_STATE_S = 120.0
+"""Longest time that a member stays after the run's end for those who fetch the last state."""
+
 _SPOOLS = "serving"
 """Folder of states that are kept for joiners, in files without names."""
 
@@ -455,6 +458,11 @@ class LocalMember:
         """Wait until the round or its phase changes, at most ``timeout_s``."""
         before = self.client.view
         await self.client.wait_for(lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s)
+
+    async def serve_after_end(self) -> None:
+        """Stay after the run's end while somebody fetches the last state, as the coordinator says, but not for ever."""
+        self.progress.activity = "serving the model"
+        await self.client.wait_for(lambda view: not view.stays, LAST_STATE_S)
 
     # Records of rounds --------------------------------------------------------------------------------------
 

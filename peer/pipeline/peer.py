@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -299,6 +300,8 @@ class PipelinePeer:
                 # Other peers may still fetch the round's results from this one.
                 run = self._members.run
                 self._network.call(run.wait_for_change(run.client.deadlines.heartbeat_s))
+                with suppress(Interrupted):
+                    self._network.call(run.serve_after_end(), interruptible=True)
                 return False
             case Attention.MOVED:
                 return False

@@ -230,6 +230,23 @@ def _epochs_covered(event: Event) -> str:
     return "; ".join([f"{epochs}: all {samples:,} samples{each} committed once", ", ".join(again)]).removesuffix("; ")
 
 
+def _run_ended(event: Event) -> str:
+    done = f"{number_of(event.get('rounds') or 0, 'round')}, {count_text(event.get('tokens') or 0)} tokens"
+    return (
+        f"run finished: {done}, loss {loss_text(event.get('loss'))}; this host stays for whoever still needs it, until "
+        "Ctrl-C"
+    )
+
+
+def _model_kept(event: Event) -> str:
+    if event.get("path"):
+        return f"the last model is in {event['path']}"
+    return (
+        f"the last model could not be fetched: {event.get('trouble')}. Members have it in their checkpoints: on one of "
+        "them, shoal export FOLDER, as it was told at its end"
+    )
+
+
 def _words(event: Event) -> str:
     return str(event.get("words", ""))
 
@@ -278,6 +295,12 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "stops": lambda event: f"round {event.get('round')} is the last one: {event.get('reason')}",
     "trend": _trend,
     "epochs_covered": _epochs_covered,
+    "invite_made": lambda event: (
+        f"made the invite {event.get('invite')} for a {event.get('role')}"
+        + (f": {event['note']}" if event.get("note") else "")
+    ),
+    "run_ended": _run_ended,
+    "model_kept": _model_kept,
 }
 
 

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -297,7 +298,7 @@ def farewell(run: str, folder: Path, *, ended: bool, has_model: bool) -> str:
     if not ended:
         return f"Left {run}. The same command goes on where this was: its state is in {folder}"
     model = (
-        f"The model: shoal export --run {folder} --out model.safetensors"
+        f"The model: shoal export {quote(str(folder))} --out model.safetensors"
         if has_model
         else "This member kept no checkpoint: ask the host, or another member, for the model"
     )

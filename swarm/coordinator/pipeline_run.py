@@ -84,6 +84,8 @@ class PipelineRun:
         self.timings = TimingHistory()
         self._sign = sign
         self._told_outlook = ToldOutlook()
+        self.wants_last_state = False
+        """As of ``RoundScope``."""
         self._views = PipelineViews(run)
         self._is_plan_due = True
         self._may_rebalance = False
@@ -346,6 +348,7 @@ class PipelineRun:
             pipeline=self.pipeline_view() if not self._knows_spans(peer) else None,
             wall=self.walls().get(peer, ""),
             amendments=self.settings.made,
+            stays=self.has_ended and self.wants_last_state,
             waits_for=self._told_outlook.take(now_s, self.say_outlook, 2 * self.deadlines.heartbeat_s),
         )
 

@@ -238,6 +238,8 @@ class RoundScope:
         self._outage = Outage(self.deadlines)
         self._outlook: PossibleRollback | None = None
         self._told_outlook = ToldOutlook()
+        self.wants_last_state = False
+        """Whether the host is about to fetch the last state when the run has ended."""
         self._asked_for_kept_s: float | None = None
         self._too_early: tuple[tuple[int, float], float] = (-1, 0.0), 0.0
         """A round, by its number and opening, and the moment before which it is not worth adding up when it closes."""
@@ -628,6 +630,7 @@ class RoundScope:
             roster=roster,
             roster_delta=delta,
             amendments=self.settings.made,
+            stays=self.has_ended and self.wants_last_state,
             waits_for=self._told_outlook.take(now_s, self.say_outlook, 2 * self.deadlines.heartbeat_s)
             if self.stage is None
             else "",

@@ -246,7 +246,8 @@ class RunView(Record):
     they keep. ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``wall``: why
     this member cannot take part, as it can meet none of those that it would have to; otherwise empty. ``pipeline``: in
     the run's own scope, once stages are planned. ``amendments``: those in force, and those to come. ``waits_for``: what
-    the whole run waits for, in a sentence, otherwise empty."""
+    the whole run waits for, in a sentence, otherwise empty. ``stays``: the run has ended, and the host still fetches
+    its last state, so members stay for a moment."""
 
     epoch: Count
     sequence: Count
@@ -276,3 +277,4 @@ class RunView(Record):
     pipeline: PipelineView | None = None
     amendments: Amendments = ()
     waits_for: Text = ""
+    stays: bool = False

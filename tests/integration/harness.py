@@ -352,6 +352,8 @@ class Swarm:
         options = ["--bind", bind, "--state", str(folder / "state")]
         alone = [] if supervised else ["--no-supervisor"]
         alone += [] if pins else ["--no-pins"]
+        # Its fetch takes seconds of processor time; tests of it say --keep-model.
+        alone += [] if "--keep-model" in extra else ["--no-keep-model"]
         command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl"), *alone, *extra]
         return self._add(Host(label, command, folder, path))
 

@@ -281,7 +281,7 @@ def test_who_leaves_is_told_how_to_come_back_and_where_the_model_is(tmp_path: Pa
     assert farewell("reef", tmp_path, ended=False, has_model=True) == (
         f"Left reef. The same command goes on where this was: its state is in {tmp_path}"
     )
-    assert f"shoal export --run {tmp_path} --out" in farewell("reef", tmp_path, ended=True, has_model=True)
+    assert f"shoal export {tmp_path} --out" in farewell("reef", tmp_path, ended=True, has_model=True)
     assert "export" not in farewell("reef", tmp_path, ended=True, has_model=False)
 
 
