@@ -151,7 +151,9 @@ def train_swarm(run_toml: str, peers: int, folder: Path, limit_s: float) -> Trai
     folder.mkdir(parents=True)
     run_file = folder / "run.toml"
     run_file.write_text(run_toml)
-    host = Child("host", folder / "host", ["host", str(run_file), "--bind", "127.0.0.1:0", "--no-supervisor"])
+    host = Child(
+        "host", folder / "host", ["host", str(run_file), "--bind", "127.0.0.1:0", "--no-supervisor", "--no-keep-model"]
+    )
     members: list[Child] = []
     started = time.monotonic()
     try:

@@ -113,7 +113,11 @@ def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         run_file = Path(name) / "run.toml"
         run_file.write_text(RUN_FILE.format(rounds=rounds + 1, tokens=peers * share, patience_s=PATIENCE_S))
-        host = Child("host", Path(name) / "host", ["host", str(run_file), "--bind", "127.0.0.1:0", "--no-supervisor"])
+        host = Child(
+            "host",
+            Path(name) / "host",
+            ["host", str(run_file), "--bind", "127.0.0.1:0", "--no-supervisor", "--no-keep-model"],
+        )
         pipes, processes = [], []
         try:
             invite = await_invite(host, time.monotonic() + 60)

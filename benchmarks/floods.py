@@ -150,7 +150,7 @@ def measure(options: Any) -> dict[str, list[dict[str, Any]]]:
         folder = Path(name)
         run_file = folder / "run.toml"
         run_file.write_text(RUN.format(round_s=options.round_s))
-        children = [Child("host", folder / "host", ["host", str(run_file), "--bind", "127.0.0.1:0"])]
+        children = [Child("host", folder / "host", ["host", str(run_file), "--bind", "127.0.0.1:0", "--no-keep-model"])]
         host = children[0]
         try:
             invite = await_invite(host, time.monotonic() + 60)

@@ -149,7 +149,7 @@ class BareLoop:
 def speed(options: argparse.Namespace, toml: str, folder: Path) -> Row:
     """A row with tokens/s of both loops, in turns, and the memory of the session's."""
     (folder / "run.toml").write_text(toml)
-    command = ["host", str(folder / "run.toml"), "--bind", "127.0.0.1:0", "--no-supervisor"]
+    command = ["host", str(folder / "run.toml"), "--bind", "127.0.0.1:0", "--no-supervisor", "--no-keep-model"]
     host = Child("host", folder / "host", command)
     try:
         invite = await_invite(host, time.monotonic() + 300)

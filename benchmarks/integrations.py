@@ -142,7 +142,9 @@ def measure(kind: str, turns: int, steps: int, folder: Path) -> tuple[list[dict[
     """Return the rows of a framework, and the median ratio of the steps a second: in a run over alone."""
     run_file = folder / "run.toml"
     run_file.write_text(RUN.format(name=kind.lower(), batch=BATCH))
-    host = Child("host", folder / "host", ["host", str(run_file), "--bind", "127.0.0.1:0", "--no-supervisor"])
+    host = Child(
+        "host", folder / "host", ["host", str(run_file), "--bind", "127.0.0.1:0", "--no-supervisor", "--no-keep-model"]
+    )
     found: dict[str, list[tuple[float, float]]] = {"alone": [], "in a run": []}
     try:
         invite = await_invite(host, time.monotonic() + 120)

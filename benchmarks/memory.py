@@ -76,7 +76,7 @@ class Swarm:
         (place / "run.toml").write_text(case.run_toml(members))
         where = ["--bind", "127.0.0.1:0", "--state", str(place / "state"), "--identity", str(place / "identity")]
         log = ["--log-json", str(place / "events.jsonl")]
-        host = ["-m", "shoal.peer", "host", str(place / "run.toml"), "--no-supervisor", *where, *log]
+        host = ["-m", "shoal.peer", "host", str(place / "run.toml"), "--no-supervisor", "--no-keep-model", *where, *log]
         self.host = self._start("host", host, place)
         self.host.until("the invite", lambda: "shoal join" in self.host.text())
         self.invite = next((place / "state").glob("*/invite.txt")).read_text().strip()

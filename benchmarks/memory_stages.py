@@ -75,7 +75,9 @@ def measure_stages(width: int, folder: Path) -> list[StagePeer]:
     whole = sum(layered.parameters_bytes(number) for number in range(len(layered)))
     cap = int(0.75 * account_of(run).demand().shared * whole + 2e6)  # no peer holds both stages
     host = Child(
-        "host", folder / "host", ["host", str(folder / "run.toml"), "--bind", "127.0.0.1:0", "--no-supervisor"]
+        "host",
+        folder / "host",
+        ["host", str(folder / "run.toml"), "--bind", "127.0.0.1:0", "--no-supervisor", "--no-keep-model"],
     )
     members: list[Child] = []
     deadline_s = time.monotonic() + _LIMIT_S

@@ -124,7 +124,9 @@ class Site:
         where = ["--bind", "127.0.0.1:0", "--state", str(place / "state"), "--identity", str(place / "identity")]
         log = ["--log-json", str(place / "events.jsonl")]
         self.host = self._start(
-            "host", ["-m", "shoal.peer", "host", str(place / "run.toml"), "--no-supervisor", *where, *log], place
+            "host",
+            ["-m", "shoal.peer", "host", str(place / "run.toml"), "--no-supervisor", "--no-keep-model", *where, *log],
+            place,
         )
         self.await_invite()
         self.invite = next((place / "state").glob("*/invite.txt")).read_text().strip()

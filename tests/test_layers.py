@@ -295,7 +295,7 @@ def test_imports_go_from_peer_to_swarm_to_compression() -> None:
 
 HOSTS = {
     *("shoal.peer.cli.access", "shoal.peer.cli.audits", "shoal.peer.cli.host", "shoal.peer.cli.host_events"),
-    *("shoal.peer.cli.standby", "shoal.peer.trials.conduct"),
+    *("shoal.peer.cli.last_model", "shoal.peer.cli.standby", "shoal.peer.trials.conduct"),
 }
 """The modules of a host, the only ones of peer/ that run a coordinator and read its journal."""
 

@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import time
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -60,12 +61,14 @@ from shoal.swarm.errors import (
     IdentityError,
     JournalUnavailable,
     ModelMismatch,
+    NotAdmitted,
     RecipeError,
     RunFileError,
     SealedForOthers,
     ShoalError,
     StateFileError,
     StorageError,
+    Unreachable,
     UserError,
     WireError,
 )
@@ -126,7 +129,7 @@ _CANNOT = (
 _SETTINGS = "recipe.settings"
 _ERRORS: tuple[type[ShoalError], ...] = (
     *(RunFileError, RecipeError, CorpusError, ModelMismatch, DeviceError, StateFileError, SealedForOthers),
-    *(StorageError, IdentityError),
+    *(StorageError, IdentityError, NotAdmitted, Unreachable, DeadlineExceeded),
 )
 """Errors that a command of ``_run_command`` may end with."""
 
@@ -494,7 +497,7 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[Journal, int]
         announce(invite)
         async with task_scope() as tasks:
             kept = state / MODEL_FILE if keeps_model(options.keep_model, run) else None
-            last = LastModel(service, kept, _run_command, lambda event: shared.on_event(event | {"run": one.name}))
+            last = LastModel(service, kept, _run_silently, lambda event: shared.on_event(event | {"run": one.name}))
             here = Address(host=own_end(options.bind[0]), control_port=port)
             following = [
                 tasks.create_task(_follow_admission(service, make_invite, announce)),
@@ -703,14 +706,20 @@ async def _prepare_apart(given: Path, out: Path, places: DataPlaces) -> None:
         raise type(error)(_CANNOT.format(words)) from error
 
 
-async def _run_command(arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+async def _run_silently(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    await _run_command(arguments, variables, DEVNULL)
+
+
+async def _run_command(
+    arguments: Sequence[str], variables: Mapping[str, str] | None = None, stdout: int | None = None
+) -> None:
     """Run a ``shoal`` command as a process of its own, so that the memory it takes is free when it ends.
 
-    It prints to our output how far it is. ``variables``: of its environment, beside ours. Raises the error that it
-    ended with."""
+    It prints how far it is to ``stdout``, by default ours. ``variables``: of its environment, beside ours. Raises the
+    error that it ended with."""
     command = [sys.executable, "-m", "shoal.peer", *arguments]
     environment = {**os.environ, **(variables or {})}
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
+    process = await asyncio.create_subprocess_exec(*command, stdout=stdout, stderr=PIPE, env=environment)
     try:
         _, told = await process.communicate()
     finally:

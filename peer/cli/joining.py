@@ -176,7 +176,7 @@ class Joiner:
         from shoal.peer.terminal.views import farewell
 
         trackers: list[Tracker] = []
-        joined: list[tuple[str, Path]] = []
+        joined: list[RunConnection] = []
         console = self.reports.console
 
         def on_event(event: Event) -> None:
@@ -186,7 +186,7 @@ class Joiner:
 
         def watch(connection: RunConnection, peer: Watched) -> None:
             reporter.watch(peer)
-            joined.append((connection.run_file.run.name, options.folder(connection.run_file, connection.peer)))
+            joined.append(connection)
             about = TrackedRun.of(connection.run_file, connection.peer)
             trackers.extend(ending.enter_context(Tracker(choice, about)) for choice in self.reports.trackers)
             if self.reports.web is not None or self.reports.metrics is not None:
@@ -203,9 +203,12 @@ class Joiner:
         with ExitStack() as ending:
             consent, notices = Consent(console, accept), self.lending.notices
             how = run_member(str(invite), options, self.compute.work(), consent, keeper, watch, notices)
-        for run, folder in joined if how is not Ending.PAUSED else ():
+        for connection in joined if how is not Ending.PAUSED else ():
+            folder = options.folder(connection.run_file, connection.peer)
             has_model = any(folder.glob(f"**/{MANIFEST}"))
-            farewells.append(farewell(run, folder, ended=how is Ending.RUN_ENDED, has_model=has_model))
+            # Ctrl-C may come while the model is served, after the run's end.
+            is_over = how is Ending.RUN_ENDED or connection.members.run.client.view.phase == "ended"
+            farewells.append(farewell(connection.run_file.run.name, folder, ended=is_over, has_model=has_model))
         if how is Ending.TERMINATED:
             raise typer.Exit(TERMINATED)
         if how is Ending.PAUSED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +13,12 @@ from shoal.peer.cli.command import INVITE_VARIABLE
 from shoal.peer.event_schema import Event, make_event
 from shoal.swarm.aio import Changes
 from shoal.swarm.coordinator.service import CoordinatorService
-from shoal.swarm.errors import ShoalError
+from shoal.swarm.errors import LinkError, ShoalError
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.types import Address
+
+log = logging.getLogger(__name__)
 
 MODEL_FILE = "model.safetensors"
 _SMALL_ELEMENTS = 100_000_000
@@ -24,8 +27,10 @@ _SMALL_ELEMENTS = 100_000_000
 _FETCH_S = 110.0
 """Time for the fetch; members stay a little longer (``LAST_STATE_S``)."""
 
+_TRIES = 3
+
 RunCommand = Callable[[Sequence[str], Mapping[str, str]], Awaitable[None]]
-"""Runs a ``shoal`` command in a process of its own, with these variables in its environment."""
+"""Runs a ``shoal`` command in a process of its own, without its output, with these variables in its environment."""
 
 
 def keeps_model(wanted: bool | None, run: RunFile) -> bool:
@@ -66,11 +71,22 @@ class LastModel:
         finally:
             scope.wants_last_state = False
 
+    async def _export(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                await self._run_command(arguments, variables)
+            except LinkError as error:  # on a busy machine, its membership may have lapsed
+                if not tries_left:
+                    raise
+                log.info("the last model is fetched once more: %s", error)
+            else:
+                return
+
     async def _keep(self, invite: Invite, place: Path) -> None:
         try:
             async with asyncio.timeout(_FETCH_S):
                 # In the environment, as arguments are seen by all users of a machine.
-                await self._run_command(["export", "--out", str(place), "--replace"], {INVITE_VARIABLE: str(invite)})
+                await self._export(["export", "--out", str(place), "--replace"], {INVITE_VARIABLE: str(invite)})
         except (ShoalError, TimeoutError) as error:
             trouble = str(error) or f"the members did not send it within {_FETCH_S:.0f} s"
             self._say(make_event("model_kept", path=None, trouble=trouble))

@@ -460,9 +460,21 @@ class LocalMember:
         await self.client.wait_for(lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s)
 
     async def serve_after_end(self) -> None:
-        """Stay after the run's end while somebody fetches the last state, as the coordinator says, but not for ever."""
+        """Stay after the run's end while the host fetches the last state, at most ``LAST_STATE_S``.
+
+        A host that is gone is not waited for."""
+        client, loop = self.client, asyncio.get_running_loop()
+        if not client.view.stays:
+            return
         self.progress.activity = "serving the model"
-        await self.client.wait_for(lambda view: not view.stays, LAST_STATE_S)
+        began_s = answered_s = loop.time()
+        while client.view.stays:
+            await client.wait_for(lambda view: not view.stays, client.deadlines.heartbeat_s)
+            now_s = loop.time()
+            answered_s = answered_s if client.coordinator_is_away else now_s
+            if now_s - answered_s > client.deadlines.dead_s or now_s - began_s > LAST_STATE_S:
+                log.info("the run's last state is not waited for any longer")
+                return
 
     # Records of rounds --------------------------------------------------------------------------------------
 

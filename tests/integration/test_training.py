@@ -76,6 +76,19 @@ def test_everybody_is_told_that_training_has_diverged(swarm: Swarm) -> None:
     host.stop()
 
 
+def test_the_host_has_the_last_model_when_the_members_have_left(swarm: Swarm) -> None:
+    host = swarm.host(run_toml(rounds=1, tokens=2_000, max_s=60, patience_s=20), extra=["--keep-model"])
+    member = swarm.member(host.invite, "a")
+    host.event("run_ended", START_S + ROUNDS_S, rounds=1)
+    kept = host.event("model_kept", START_S)
+    assert kept["path"] == str(host.state / "model.safetensors"), kept
+    left = member.has_left()
+    assert "Run finished: reef. The model: shoal export" in member.text()
+    about = json.loads(Path(kept["path"]).with_suffix(".json").read_text())
+    assert (about["anchor_version"], about["state_digest"]) == ("1", left["digest"])
+    host.stop()
+
+
 @pytest.mark.parametrize(("algorithm", "codec"), [("sparseloco", "topk"), ("diloco", "auto")])
 def test_peers_agree_whatever_packs_their_contributions(swarm: Swarm, algorithm: str, codec: str) -> None:
     rounds = 4

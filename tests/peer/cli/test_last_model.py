@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.peer.cli.last_model import LastModel, keeps_model
-from shoal.swarm.errors import RecipeError
+from shoal.swarm.errors import NotAdmitted, RecipeError, Unreachable
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.types import Address
 
@@ -36,7 +36,7 @@ class Service:
             one(None)
 
 
-def ended(place: Path | None, error: Exception | None = None) -> tuple[list[dict[str, Any]], list[Any], list[bool]]:
+def ended(place: Path | None, *errors: Exception) -> tuple[list[dict[str, Any]], list[Any], list[bool]]:
     """The events, the commands and whether members stayed meanwhile, of a run that ends."""
     events: list[dict[str, Any]] = []
     commands: list[Any] = []
@@ -46,8 +46,8 @@ def ended(place: Path | None, error: Exception | None = None) -> tuple[list[dict
     async def run_command(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         commands.append((list(arguments), dict(variables)))
         stayed.append(service.scope.wants_last_state)
-        if error is not None:
-            raise error
+        if len(commands) <= len(errors):
+            raise errors[len(commands) - 1]
 
     async def main() -> None:
         last = LastModel(service, place, run_command, events.append)
@@ -79,6 +79,12 @@ def test_a_model_that_cannot_be_fetched_is_said_and_members_may_go(tmp_path: Pat
     assert events[1]["path"] is None
     assert events[1]["trouble"] == "no such recipe"
     assert stayed == [True, False]
+
+
+def test_a_fetch_that_lost_its_membership_is_made_once_more(tmp_path: Path) -> None:
+    events, commands, stayed = ended(tmp_path / "model.safetensors", NotAdmitted("join again"), Unreachable("gone"))
+    assert events[1]["path"] is not None
+    assert (len(commands), stayed[-1]) == (3, False)
 
 
 def test_a_host_that_keeps_no_model_only_says_the_end() -> None:

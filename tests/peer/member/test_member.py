@@ -10,11 +10,11 @@ import pytest
 import torch
 from tests.fakes.memory_coordinator import MemoryCoordinator, curve_keys, identity, make_client
 from tests.fakes.memory_network import MemoryNetwork
-from tests.fakes.swarm import run_toml
+from tests.fakes.swarm import PATIENCE_S, run_toml
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.compression.range_reader import TensorReader
-from shoal.peer.member.member import LocalMember, StageMembership
+from shoal.peer.member.member import LAST_STATE_S, LocalMember, StageMembership
 from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
@@ -90,6 +90,41 @@ def test_a_member_that_was_forgotten_outlives_a_coordinator_that_does_not_let_it
             await beat
             assert member.rejoined
             assert member.client.joins == 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("fetched_s", "gone_s", "back_s", "left_s"),
+    [
+        (None, None, None, LAST_STATE_S),
+        (30.0, None, None, 30.0),
+        (None, 20.0, None, 20.0 + PATIENCE_S),
+        (60.0, 20.0, 22.0, 60.0),
+    ],
+    ids=["not for ever", "until it is fetched", "not for a host that is gone", "for one that was away a moment"],
+)
+def test_members_stay_for_the_last_state(
+    fetched_s: float | None, gone_s: float | None, back_s: float | None, left_s: float
+) -> None:
+    async def main() -> None:
+        async with a_member(MemoryCoordinator(run_toml(4))) as member:
+            client, loop = member.client, asyncio.get_running_loop()
+            began_s = loop.time()
+
+            def show(stays: bool) -> None:
+                client._view = client.view.model_copy(update={"stays": stays})
+                client._changed.set()
+
+            show(True)
+            for after_s, is_away in ((gone_s, True), (back_s, False)):
+                if after_s is not None:
+                    loop.call_later(after_s, setattr, client, "coordinator_is_away", is_away)
+            if fetched_s is not None:
+                loop.call_later(fetched_s, show, False)
+            await member.serve_after_end()
+            assert loop.time() - began_s == pytest.approx(left_s, abs=2 * client.deadlines.heartbeat_s)
+            assert member.progress.activity == "serving the model"
 
     run_virtual(main())
 
