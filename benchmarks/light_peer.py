@@ -257,7 +257,7 @@ class LightPeer:
             unpacker = msgpack.Unpacker(max_buffer_size=MAX_MESSAGE_BYTES)
             unpacker.feed(data)
             unpacker.read_array_header()
-            _, _, number, _, name = (unpacker.unpack() for _ in range(5))
+            _, _, number, _, _, name = (unpacker.unpack() for _ in range(6))
             if name == RequestFailed.__name__:
                 failed = decode(data).message
                 assert isinstance(failed, RequestFailed)
