@@ -36,7 +36,8 @@ class ChainCheck:
         self.chain = ChainSummary(0, 0, 0, 0, 0, 0, genesis(run_hash, scope))
         self._key = coordinator_key
         self._begins_anywhere = not whole
-        self._epoch = 0
+        self.epoch = 0
+        """Of the coordinator that gave the newest verdict."""
 
     def add(self, verdict: Verdict) -> None:
         """Check one verdict and add it. Raises ``StateFileError`` naming the round; the chain is as before then."""
@@ -53,11 +54,11 @@ class ChainCheck:
             check_verdict(verdict, self._key)
         except WireError as error:
             raise StateFileError(str(error)) from error
-        if verdict.epoch < self._epoch:
+        if verdict.epoch < self.epoch:
             raise StateFileError(
                 f"the verdict of round {verdict.round} is of a coordinator that led before that of the verdict before"
             )
-        self._epoch = verdict.epoch
+        self.epoch = verdict.epoch
         self.chain = ChainSummary(
             first=verdict.round if starts_here else before.first,
             rounds=verdict.round + 1,

@@ -134,6 +134,11 @@ class HistoryFile:
         """Summary of the verdicts in the file; ``chain.rounds`` is the next round."""
         return self._check.chain
 
+    @property
+    def epoch(self) -> int:
+        """Epoch of the coordinator that gave the newest verdict; 0 without one."""
+        return self._check.epoch
+
     def append(self, verdicts: Sequence[Verdict]) -> None:
         """Check verdicts and append them.
 

@@ -75,6 +75,7 @@ class HistorySync:
         if self._file is None:
             origin = HistoryOrigin(run_toml=client.run_toml, coordinator=client.coordinator, scope=client.scope)
             self._file = await in_thread(HistoryFile, self._path, origin)
+            client.hold_epoch(self._file.epoch)
         file = self._file
         start = genesis(client.run_file.hash, client.scope)
         view = await client.wait_for(lambda view: (view.verdict.chain if view.verdict else start) != file.chain.chain)

@@ -384,6 +384,8 @@ class CoordinatorClient:
         self._showing = asyncio.Lock()
         self._connector = CoordinatorConnector(node.control, node.relays, invite, from_port)
         self._view: RunView | None = None
+        self._least_epoch = 0
+        """Epoch of the newest verdict that an earlier process of this member has stored."""
         self._is_ahead = False
         """Whether this member knows a verdict that the coordinator has lost."""
         self._closes_at_s: float | None = None
@@ -599,7 +601,9 @@ class CoordinatorClient:
         old = self._view
         # A late view, or one of a coordinator with an old copy of its journal, to which we show what it lacks.
         self._is_ahead = old is not None and old.verdict is not None and view.round <= old.verdict.round
-        if self._is_ahead or (old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence)):
+        if self._is_ahead or view.epoch < self._least_epoch:
+            return
+        if old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence):
             return
         if view.verdict is not None and view.verdict.epoch > view.epoch:
             raise WireError("a view with the verdict of a later coordinator than the one that sends it")
@@ -725,10 +729,17 @@ class CoordinatorClient:
             self._check_superseded()
             return answer
 
+    def hold_epoch(self, epoch: int) -> None:
+        """Believe no coordinator of an earlier epoch from now on, as this member has stored a verdict of this one. Its
+        first view may be one of a coordinator that was paused since, and is told again by the one that leads."""
+        self._least_epoch = max(self._least_epoch, epoch)
+        if self._view is not None and self._view.epoch < self._least_epoch:
+            self._connector.avoid()
+
     def _refuse_older(self, view: RunView) -> None:
         """Raise ``DeadlineExceeded`` for an answer of a coordinator that another one has followed: it was paused, and
         does not know that yet. Where it lacks a verdict, it is shown that instead, and stops."""
-        if view.epoch < self.view.epoch and not self._is_ahead:
+        if view.epoch < max(self.view.epoch, self._least_epoch) and not self._is_ahead:
             self._connector.avoid()
             raise DeadlineExceeded("this coordinator was paused, and another one leads the run by now")
 

@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 _FORMAT = 1
 _RUN = "run"
 _PIECE_BYTES = 2**18
+_MOST_PIECES = 2**10
+"""Pieces of one value: 256 MiB, which is more than ten thousand members' snapshot has."""
 _PAGE = 16
 _COMPACT_AT_BYTES = 2**20
 _RETRY_S = 0.25
@@ -356,12 +358,17 @@ class SharedJournal:
     def _joined(self, key: str, value: bytes) -> bytes:
         """Put a value's pieces together; it begins with their number."""
         pieces = int.from_bytes(value[:4], "big")
+        if pieces > _MOST_PIECES:
+            raise DamagedRecords(f"{self.location}: {key} claims {pieces} pieces, more than any value has")
         parts: list[bytes] = []
         while len(parts) < pieces:
             found = self._store.scan(f"more/{key}/{_number(len(parts))}", f"more/{key}/{_number(pieces)}", _PAGE)
             if not found:
                 raise DamagedRecords(f"{self.location}: a piece of {key} is missing")
-            parts += [piece for _, piece in found]
+            for name, piece in found:
+                if name != f"more/{key}/{_number(len(parts))}" or len(piece) > _PIECE_BYTES:
+                    raise DamagedRecords(f"{self.location}: a piece of {key} is missing, or is none of ours")
+                parts.append(piece)
         return b"".join([*parts, value[4:]])
 
     def _events(self, data: bytes, what: str) -> list[JournalEvent]:
@@ -437,6 +444,8 @@ class SharedJournal:
         """Write values of any size, and then, at once with the last of them, the head. Raises ``LeaseLost``."""
         if self._failure is not None:
             raise self._failure
+        if any(len(value) > _MOST_PIECES * _PIECE_BYTES for value in values.values()):
+            raise self._fail(StorageError(f"{self.location}: a record is larger than a journal takes"))
         head = replace(head, write=self._head.write + 1)
         packed = head.pack()
         *before, last = _groups(_pieces(values), self._store.limits.commit_bytes - 1024, self._store.limits.commit_keys)

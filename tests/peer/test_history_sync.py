@@ -12,7 +12,7 @@ from tests.fakes.virtual_clock import run_virtual, until
 from shoal.peer.history.history_file import unpack_history
 from shoal.peer.history.history_sync import HistorySync
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.protocol.messages import PeerToCoordinatorGetVerdicts
+from shoal.swarm.protocol.messages import PeerToCoordinatorGetVerdicts, PeerToCoordinatorShowVerdict
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.types import Message
 
@@ -237,3 +237,34 @@ def test_missed_rounds_are_not_read_from_another_history(tmp_path: Path) -> None
 
     for rounds in (3, 5, 2):
         run_virtual(main(rounds))
+
+
+def test_a_restarted_member_believes_no_coordinator_that_was_followed_by_that_of_its_history(tmp_path: Path) -> None:
+    """Its first view may come from one that was paused: it is away for this member, until another one leads."""
+    path = tmp_path / "history.msgpack"
+
+    async def before() -> None:
+        async with swarm(1, run_toml(8), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
+            run.coordinator.machine.log.epoch += 7
+            keeping = Keeping(run[0], path, tasks)
+            await play(run, 1)
+            await until(lambda: keeping.verdicts == told(run), 0.1)
+            keeping.task.cancel()
+
+    async def after() -> None:
+        async with swarm(1, run_toml(8), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
+            client, log = run[0].client, run.coordinator.machine.log
+            first = client.view
+            run.coordinator.deaf_to = {PeerToCoordinatorShowVerdict}  # by which it would know that it was followed
+            keeping = Keeping(run[0], path, tasks)
+            await asyncio.sleep(3 * client.deadlines.heartbeat_s)
+            assert client.coordinator_is_away
+            assert client.view is first
+            log.epoch += 7
+            await asyncio.sleep(3 * client.deadlines.heartbeat_s)
+            assert not client.coordinator_is_away
+            assert client.view.epoch == log.epoch
+            keeping.task.cancel()
+
+    run_virtual(before())
+    run_virtual(after())

@@ -37,10 +37,12 @@ _UNAVAILABLE, _UNAUTHENTICATED, _FULL, _INVALID, _DENIED = 14, 16, 8, 3, 7
 
 @dataclass(frozen=True)
 class EtcdPlace:
-    """Where a run's part of an etcd cluster is. ``endpoints``: host and port of each member."""
+    """Where a run's part of an etcd cluster is. ``endpoints``: host and port of each member; ``prefix``: of all runs
+    there."""
 
     endpoints: tuple[tuple[str, int], ...]
     prefix: str
+    run: str
     user: str = ""
     password: str = field(default="", repr=False)
     tls: ssl.SSLContext | None = None
@@ -53,15 +55,15 @@ class EtcdStore:
 
     def __init__(self, place: EtcdPlace) -> None:
         names = ",".join(f"{host}:{port}" for host, port in place.endpoints)
-        self.location = f"etcd{'s' if place.tls else ''}://{names}/{place.prefix}"
+        self.location = f"etcd{'s' if place.tls else ''}://{names}/{place.prefix}/{place.run}"
         self._place = place
-        self._prefix = f"{place.prefix}/"
+        self._prefix = f"{place.prefix}/{place.run}/"
         self._at = 0
         self._token = ""
         self._lease, self._leader_revision = 0, 0
         self._revision = 0
         """The newest revision of the whole store that is known here."""
-        self._compact_to = 0
+        self._has_said_why = False
         self._lock = threading.Lock()
         self._idle: list[tuple[int, http.client.HTTPConnection]] = []
         self._closed = False
@@ -157,13 +159,27 @@ class EtcdStore:
         self._call("kv/put", {"key": self._key(key), "value": _encode(value)})
 
     def compact(self) -> None:
-        # Up to the compaction before, so that nobody's scan that has begun loses what it reads.
-        before, self._compact_to = self._compact_to, self._revision
-        if before:
-            try:
-                self._call("kv/compaction", {"revision": str(before)})
-            except (JournalUnavailable, UserError) as error:
-                log.debug("etcd keeps old revisions: %s", error)
+        """Have etcd forget old revisions, unless others use the cluster, too: it forgets theirs with ours."""
+        try:
+            ours = self._count(f"{self._place.prefix}/", f"{self._place.prefix}0")  # "0" comes after "/"
+            if self._count("\0", "\0") == ours:
+                self._call("kv/compaction", {"revision": str(self._revision)})
+                return
+            why = "others use the cluster, too"
+        except (JournalUnavailable, UserError) as error:
+            why = str(error)
+        if not self._has_said_why:
+            self._has_said_why = True
+            log.warning(
+                "%s: old revisions are left to etcd's --auto-compaction-retention, without which it fills up: %s",
+                self.location,
+                why,
+            )
+
+    def _count(self, first: str, stop: str) -> int:
+        """Count keys of the whole cluster; from "\\0" to "\\0" are all."""
+        asked = {"key": _encode(first.encode()), "range_end": _encode(stop.encode()), "count_only": True}
+        return int(self._call("kv/range", asked).get("count", 0))
 
     def _is_at(self, key: str, revision: int) -> dict[str, Any]:
         return {"key": self._key(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}

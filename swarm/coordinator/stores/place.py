@@ -55,7 +55,7 @@ def _etcd(url: str, run: str, *, tls: bool) -> FencedStore:
     ):
         raise UserError(f"--journal etcd://…: {_EXPECTED}; etcds:// also takes ?ca=FILE&cert=FILE&key=FILE")
     context = _context({name: query[name][0] for name in query}) if tls else None
-    return EtcdStore(EtcdPlace(endpoints, f"{prefix}/{run}", unquote(user), unquote(password), context))
+    return EtcdStore(EtcdPlace(endpoints, prefix, run, unquote(user), unquote(password), context))
 
 
 def _context(files: dict[str, str]) -> ssl.SSLContext:

@@ -15,7 +15,7 @@ from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.front import CoordinatorFront
 from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.coordinator.service import CoordinatorService
-from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError, TryLater, UnknownRun
+from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError, TryLater, UnknownRun, UserError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerJoinAccepted,
@@ -34,13 +34,13 @@ JOINS_A_MINUTE = 3
 
 
 class Journal(LocalJournal):
-    """A journal whose disk can fail."""
+    """A journal whose disk can fail, or whatever it is on."""
 
-    fails = False
+    failure: Exception | None = None
 
     def append(self, expected_index: int, events: list[JournalEvent]) -> None:  # type: ignore[override]
-        if self.fails:
-            raise StorageError("the disk is full")
+        if self.failure is not None:
+            raise self.failure
         super().append(expected_index, events)
 
 
@@ -155,18 +155,28 @@ async def test_other_names_are_refused_and_those_that_are_hosted_named(tmp_path:
                 await caller.ask(PeerToCoordinatorGetRun(run="kelp"), CoordinatorToPeerRun)
 
 
+@pytest.mark.parametrize(
+    "failure", [StorageError("the disk is full"), UserError("the password was changed"), RuntimeError("a fault")]
+)
 @run
-async def test_a_journal_that_fails_ends_its_own_run_which_goes_on_later(tmp_path: Path) -> None:
+async def test_a_journal_that_fails_ends_its_own_run_which_goes_on_later(tmp_path: Path, failure: Exception) -> None:
     async with hosting(tmp_path) as hosted, Caller(hosted, "reef") as one, Caller(hosted, "kelp") as other:
         await one.join()
         await other.join()
-        hosted.journals["reef"].fails = True
-        async with hosted.services["reef"].lock:
-            hosted.services["reef"].host_commands._scope.admission.ban(one.member.peer, "", "")
+        service = hosted.services["reef"]
+        hosted.journals["reef"].failure = failure
+        async with service.lock:
+            service.host_commands._scope.admission.ban(one.member.peer, "", "")
             with pytest.raises(DeadlineExceeded):
-                await hosted.services["reef"].flush()
-        with pytest.raises(StorageError):
-            await hosted.services["reef"].wait(asyncio.Event())
+                await service.flush()
+            for telling in (
+                service._settle,
+                service.flush,
+            ):  # whatever was decided is in no journal: nobody hears of it
+                with pytest.raises(DeadlineExceeded):
+                    await telling()
+        with pytest.raises(type(failure)):
+            await service.wait(asyncio.Event())
         assert await other.status()
         await hosted.end("reef")
         with pytest.raises(DeadlineExceeded, match="not running at the moment"):  # members wait for it

@@ -1,10 +1,13 @@
 """Contract of journals, over all engines: the folder, memory, an etcd cluster of three, and Postgres."""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from tests.fakes.engines import EtcdCluster, PostgresServer, etcd_cluster, postgres_server
@@ -18,9 +21,20 @@ from shoal.swarm.coordinator.events import JournalEvent, MemberLost, PeerAllowed
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.coordinator.shared_journal import SharedRun
+from shoal.swarm.coordinator.stores import postgres as postgres_store
+from shoal.swarm.coordinator.stores.etcd import EtcdStore, _encode
 from shoal.swarm.coordinator.stores.fenced_store import EPOCH_STEP, FencedStore, StoreLimits, boot_time_s
 from shoal.swarm.coordinator.stores.place import open_store
-from shoal.swarm.errors import IdentityError, JournalUnavailable, LeaseLost, RunFileError, StorageError, UserError
+from shoal.swarm.coordinator.stores.postgres import PostgresStore
+from shoal.swarm.errors import (
+    DamagedRecords,
+    IdentityError,
+    JournalUnavailable,
+    LeaseLost,
+    RunFileError,
+    StorageError,
+    UserError,
+)
 
 KEY = bytes(range(32))
 THE_RUN = SharedRun(RUN.hash, "toml", KEY)
@@ -436,6 +450,97 @@ def test_evidence_is_kept_in_both_places(tmp_path: Path) -> None:
     assert (journal._folder / f"{'ab' * 32}.evidence").read_bytes() == b"x" * 2**21
     tell(journal)
     assert journal._value(f"evidence/{'ab' * 32}") == b"x" * 2**21
+
+
+@pytest.mark.parametrize("claimed", [2**10 + 1, 2**32 - 1])
+def test_a_value_that_claims_more_pieces_than_any_has_is_refused_at_once(tmp_path: Path, claimed: int) -> None:
+    engine = memory_engine(tmp_path)
+    journal = engine.leader()
+    asked: list[str] = []
+    journal._store.scan = lambda first, stop, limit: asked.append(first) or []  # type: ignore
+    journal._store.put("about/x", b"")
+    with pytest.raises(DamagedRecords, match=f"{claimed} pieces"):
+        journal._joined("log/0", claimed.to_bytes(4, "big"))
+    assert not asked
+
+
+def test_pieces_that_are_none_of_ours_are_refused(tmp_path: Path) -> None:
+    engine = memory_engine(tmp_path)
+    leading, store = engine.leader("one"), engine.store()
+    leading.append(0, [MemberLost(peer=entry(1).peer, reason=f"{at} " + "x" * 900) for at in range(600)])
+    pieces = sorted(key for key in store.engine.values if key.startswith("more/log"))  # type: ignore[attr-defined]
+    assert len(pieces) >= 2
+    store.put(pieces[1], b"x" * (2**18 + 1))
+    with pytest.raises(DamagedRecords, match="piece"):
+        engine.host("two").follow()
+
+
+@pytest.mark.parametrize("engine", [pytest.param("etcd", marks=matrix)], indirect=True)
+def test_revisions_of_others_in_the_cluster_are_kept(engine: SharedEngine, etcd: EtcdCluster) -> None:
+    """A compaction of etcd is one of the whole cluster."""
+    stranger = open_store(etcd.url("stranger"), "theirs")
+    stranger.open()
+    leading = engine.leader("one")
+    store = leading._store
+    assert isinstance(store, EtcdStore)
+
+    def oldest_is_kept(revision: int) -> bool:
+        key = _encode(b"shoal/any")
+        with suppress(UserError, JournalUnavailable):
+            return bool(store._call("kv/range", {"key": key, "revision": str(revision)}))
+        return False
+
+    stranger.put("about/x", b"x")
+    tell(leading, 0, 4)
+    revision = store._revision - 1
+    store.compact()
+    assert oldest_is_kept(revision)
+    stranger._call("kv/deleterange", {"key": _encode(b"stranger/theirs/about/x")})  # type: ignore[attr-defined]
+    store.compact()
+    assert not oldest_is_kept(revision)
+    tell(leading, 4)
+    leading.close()
+    assert engine.leader("two").next_index == len(story())
+    stranger.close()
+
+
+@pytest.mark.integration
+@pytest.mark.matrix
+def test_a_host_that_stops_in_a_commit_to_postgres_keeps_no_row_locked(
+    tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection lives on, as the system holds it, or a router: the server ends it, and another host leads."""
+    monkeypatch.setattr(postgres_store, "_ANSWER_S", 1.0)
+    engine = real_engine(tmp_path, lambda name: open_store(postgres.url(), name))
+    engine.ttl_s = 1.0
+    leading = engine.leader("one")
+    store = leading._store
+    assert isinstance(store, PostgresStore)
+    goes_on, has_locked = threading.Event(), threading.Event()
+
+    def stop(connection: Any) -> None:
+        connection.execute("select head from shoal_lease where run = %s for update", (store._run,))
+        has_locked.set()
+        goes_on.wait(60)
+
+    with ThreadPoolExecutor(1) as thread:
+        stopped = thread.submit(store._main.run, stop)
+        try:
+            assert has_locked.wait(10)
+            began_s = time.monotonic()
+            follower = engine.host("two")
+            while time.monotonic() < began_s + 15:
+                with suppress(JournalUnavailable):
+                    if follower.begin(engine.run) is not None:
+                        break
+            assert time.monotonic() - began_s < 10
+            tell(follower, 0, 2)
+        finally:
+            goes_on.set()
+        with pytest.raises(JournalUnavailable):
+            stopped.result()
+    with pytest.raises(LeaseLost):
+        tell(leading, 0, 1)
 
 
 # URLs -------------------------------------------------------------------------------------------------------
