@@ -77,6 +77,7 @@ def log_command(
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Show a run's history: the verdict of each round. Hashes and signatures are checked from the first round on."""
+    _check_invite(run)
     if members or scores or evaluations:
         from shoal.peer.cli.access import RecordsShown, show_records
         from shoal.swarm.protocol.invite import invite_text
@@ -97,12 +98,21 @@ def log_command(
     show_log(open_log(run, _reader(identity)), console, last, round_number, json_lines=as_json)
 
 
+def _check_invite(text: str) -> None:
+    """Raise ``InviteError`` for a broken invite, before anything large is loaded."""
+    from shoal.swarm.protocol.invite import Invite, invite_text
+
+    if (url := invite_text(text)).startswith("shoal://"):
+        Invite.parse(url)
+
+
 @app.command("page")
 def page_command(
     run: Annotated[str, typer.Argument(envvar=INVITE_VARIABLE, help="An invite, or the folder of a host.")],
     out: Annotated[str, typer.Option(metavar="DIR|URL", help="Folder for the files, or a URL, with fsspec.")],
 ) -> None:
     """Copy a run's page into files that need no server: for a web site, or to open from a disk."""
+    _check_invite(run)
     from shoal.peer.cli.page_copy import copy_page
 
     console.print(copy_page(run, out), highlight=False, soft_wrap=True)

@@ -43,7 +43,7 @@ from shoal.peer.options import (
 )
 from shoal.swarm import system
 from shoal.swarm.errors import ShoalError, UserError
-from shoal.swarm.protocol.types import MAX_PRICE
+from shoal.swarm.protocol.run_toml import read_run_toml
 from shoal.swarm.system import run_loop
 
 if TYPE_CHECKING:
@@ -216,6 +216,8 @@ def host_command(
     """Host a run: its coordinator keeps membership, rounds and verdicts. After a stop, the same command goes on.
 
     Several runs share the port, and nothing else: one that fails begins again, while the others go on."""
+    for file in runs:
+        read_run_toml(file)
     from shoal.peer.cli.host import HostOptions, host, say_pins, say_reach, warn_descriptors
     from shoal.peer.cli.host_screen import HostScreen
     from shoal.peer.cli.standby import SharedPlace
@@ -387,6 +389,7 @@ def prepare_command(
     data: DataOption = None,
 ) -> None:
     """Build a run's model here and write a run file that pins model and data; any machine can host that file."""
+    read_run_toml(run)
     from shoal.peer.cli.host import say_pins
     from shoal.peer.cli.prepare import prepare
 
@@ -488,7 +491,6 @@ def join_command(
         float | None,
         typer.Option(
             min=0,
-            max=MAX_PRICE,
             help="What this machine's devices cost an hour, in the run's currency, for others to read.",
         ),
     ] = None,
@@ -568,25 +570,25 @@ def status_command(
 
     if watch and as_json:
         raise UserError("--watch shows a run to people: give --json alone, as often as you like")
-    folder = Path(invite) if Path(invite).is_dir() else None
-    if folder is not None and watch:
+    read = Invite.read(invite) if not Path(invite).is_dir() else None
+    if read is None and watch:
         raise UserError("--watch follows a run that is hosted: give its invite")
-    if watch:
+    if watch and read is not None:
         from shoal.peer.cli.watch import watch as watch_run
 
-        run_loop(watch_run(Invite.read(invite), console, every))
+        run_loop(watch_run(read, console, every))
         return
     from shoal.peer.terminal.views import status_table
     from shoal.swarm.protocol.json_values import status_json
 
-    if folder is not None:
-        from shoal.peer.cli.page_copy import kept_status
-
-        _, status = kept_status(folder)
-    else:
+    if read is not None:
         from shoal.swarm.client.observer import get_status
 
-        status = run_loop(get_status(Invite.read(invite)))
+        status = run_loop(get_status(read))
+    else:
+        from shoal.peer.cli.page_copy import kept_status
+
+        _, status = kept_status(Path(invite))
     if as_json:
         console.print_json(data=status_json(status))
     else:
@@ -621,10 +623,12 @@ def trace_command(
     out: Annotated[Path | None, typer.Option(help="File to write, by default RUN-round-N.trace.json.")] = None,
 ) -> None:
     """Write what all members did in a round as a trace for chrome://tracing or https://ui.perfetto.dev."""
-    from shoal.peer.cli.trace import write_trace
     from shoal.swarm.protocol.invite import Invite
 
-    written = write_trace(Invite.read(invite), number, out)
+    read = Invite.read(invite)
+    from shoal.peer.cli.trace import write_trace
+
+    written = write_trace(read, number, out)
     console.print(f"{written.path}: round {written.round} of {written.members} members", soft_wrap=True)
     console.print(f"the members' clocks are put on the coordinator's, to within {1000 * written.error_s:.0f} ms")
     if written.silent:
@@ -661,12 +665,15 @@ def doctor_command(
     """Show what this machine can do for a run, with advice: memory, speed of each layer, and how others reach it.
 
     With an invite the run's coordinator tries this machine's ports from outside."""
-    from shoal.peer.cli.doctor_network import examine_network, network_report
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import Invite
-    from shoal.swarm.protocol.relay_url import RelayUrl
 
     invite = Invite.read(subject) if subject.startswith(("shoal://", "@")) else None
+    if subject and invite is None:
+        read_run_toml(Path(subject))
+    from shoal.peer.cli.doctor_network import examine_network, network_report
+    from shoal.swarm.protocol.relay_url import RelayUrl
+
     if gpu_memory:
         from shoal.peer.cli.doctor_gpu import predict, prediction_report
 

@@ -90,7 +90,7 @@ def _listing(where: list[str] | None) -> Listing:
 
 def is_named(text: str) -> bool:
     """Whether a text is a run's name in directories, rather than an invite or the file with one."""
-    from shoal.peer.directory.listing import is_run_name
+    from shoal.swarm.protocol.invite import is_run_name
 
     return is_run_name(text) and not Path(text).is_file()
 

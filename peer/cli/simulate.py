@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.swarm.errors import UserError
-from shoal.swarm.protocol.run_file import RunFile, load_run_file
 
 if TYPE_CHECKING:
+    from shoal.swarm.protocol.run_file import RunFile
     from shoal.swarm.simulation.figures import Figures
     from shoal.swarm.simulation.run import Model
 
@@ -78,6 +78,10 @@ def simulate_command(
 
     The coordinator's own rules decide, on a clock of its own; the machines, their links and when they are there are
     models. The same seed gives the same result."""
+    from shoal.swarm.protocol.run_toml import read_run_toml
+
+    read_run_toml(run)
+    from shoal.swarm.protocol.run_file import load_run_file
     from shoal.swarm.simulation.figures import figures_of
     from shoal.swarm.simulation.run import horizon_s
     from shoal.swarm.simulation.run import simulate as simulate_run

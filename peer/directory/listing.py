@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from shoal.peer.directory.card import MAX_CARD_BYTES, SignedCard, parse_card
 from shoal.peer.directory.directory_file import MAX_DIRECTORY_BYTES, READ_S, Entry, parse_directory
 from shoal.peer.directory.places import Place, all_of, read_place
 from shoal.swarm.errors import DirectoryError
+from shoal.swarm.protocol.invite import NAMED_RUN
 
 STALE_S = 3600.0
 """Age from which a card is stale: a host that can writes it anew every ten minutes."""
@@ -25,7 +25,6 @@ _DIRECTORY_S = 20.0
 """Most seconds for a directory with all its cards."""
 
 _LEAST_DIGITS = 8
-_NAME = re.compile(r"([a-z0-9][a-z0-9._-]{0,62})(?:@([0-9a-f]{8,64}))?")
 
 Mark = Literal["", "stale", "forged", "unreadable"]
 
@@ -125,16 +124,11 @@ def _age(seconds: float) -> str:
 # One run, by its name ---------------------------------------------------------------------------------------------
 
 
-def is_run_name(text: str) -> bool:
-    """Whether a text may be the name of a run in a directory, as ``NAME`` or ``NAME@HASH``."""
-    return _NAME.fullmatch(text) is not None
-
-
 def find_run(listing: Listing, name: str) -> ListedRun:
     """Find the one run with that name, or ``NAME@`` and the first digits of its hash.
 
     Raises ``DirectoryError`` where there is none, or several, which it lists."""
-    match = _NAME.fullmatch(name)
+    match = NAMED_RUN.fullmatch(name)
     assert match is not None
     wanted, digits = match[1], match[2] or ""
     named = [one for one in listing.runs if one.run == wanted]

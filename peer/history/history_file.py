@@ -16,7 +16,8 @@ from shoal.peer.regular_file import open_regular, read_regular
 from shoal.swarm.errors import LinkError, RunFileError, StateFileError, StorageError, WireError
 from shoal.swarm.protocol.identity import verify_certificate
 from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.run_file import MAX_RUN_FILE_BYTES, parse_run_file
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.run_toml import MAX_RUN_FILE_BYTES
 from shoal.swarm.protocol.types import Certificate, Record, Scope
 from shoal.swarm.protocol.verdict_chain import pack_verdict, unpack_maps
 from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_verdict

@@ -18,7 +18,8 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 
 from shoal.swarm.errors import RunFileError, StudyError
 from shoal.swarm.protocol.field_errors import field_errors
-from shoal.swarm.protocol.run_file import MAX_RUN_FILE_BYTES, RunFile, load_run_file, parse_run_file
+from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
+from shoal.swarm.protocol.run_toml import MAX_RUN_FILE_BYTES
 from shoal.swarm.protocol.types import Record
 
 MAX_STUDY_BYTES = 2 * MAX_RUN_FILE_BYTES

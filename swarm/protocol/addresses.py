@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 
 from shoal.swarm.errors import InviteError
 
+MAX_ADDRESSES = 8
+"""Most addresses of one machine, or of a coordinator in an invite."""
+
 _WRAPPED = [ipaddress.IPv6Network(one) for one in ("::ffff:0:0/96", "64:ff9b::/96", "::/96")]
 """IPv6 addresses that end with an IPv4 address: mapped, translated (NAT64, RFC 6052) and IPv4-compatible ones."""
 

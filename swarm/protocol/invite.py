@@ -16,17 +16,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, quote, urlsplit
 
 from shoal.swarm.errors import InviteError
-from shoal.swarm.protocol.addresses import split_host_port
-from shoal.swarm.protocol.invite_token import TOKEN_BYTES
-from shoal.swarm.protocol.types import MAX_ADDRESSES, Address
+from shoal.swarm.protocol.addresses import MAX_ADDRESSES, split_host_port
+
+if TYPE_CHECKING:
+    from shoal.swarm.protocol.types import Address
+
+TOKEN_BYTES = 93
+"""Of a token in its packed form (``invite_token.py``)."""
 
 _EXPECTED = "expected shoal://HOST:PORT/RUN?key=…&run=… (or HOST:PORT,HOST:PORT/RUN)"
 _HOST = re.compile(r"[a-z0-9]([a-z0-9._-]{0,253}[a-z0-9])?\.?")
 _MAX_FILE_BYTES = 4096
 _RUN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+NAMED_RUN = re.compile(rf"({_RUN.pattern})(?:@([0-9a-f]{{8,64}}))?")
+"""A run's name in a directory, and the first digits of its hash."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Invite:
     @classmethod
     def parse(cls, url: str) -> Invite:
         """Parse an invite URL. Raises ``InviteError`` that names what is wrong with it."""
+        if not url.strip():
+            raise InviteError(f"the invite is empty; {_EXPECTED}")
         scheme, mark, rest = url.strip().partition("://")
         if not mark or scheme.lower() != "shoal":
             raise InviteError(f"an invite begins with shoal://, this one with {scheme[:20]!r}; {_EXPECTED}")
@@ -76,10 +85,16 @@ class Invite:
         run = split.path.removeprefix("/")
         if not _RUN.fullmatch(run):
             raise InviteError(f"the invite names no run after the port; {_EXPECTED}")
-        addresses = _parse_addresses(authority, query.get("via", [""])[0])
+        direct, relayed = _parse_places(authority, query.get("via", [""])[0])
         is_study = "study" in query
         digest = _decode("study" if is_study else "run", query)
-        return cls(addresses, run, _decode("key", query), digest, _decode_token(query), is_study)
+        key, token = _decode("key", query), _decode_token(query)
+        # A broken invite is told at once: pydantic, and the models of all messages, take a second to load.
+        from shoal.swarm.protocol.types import Address
+
+        addresses = tuple(Address(host=host, control_port=port) for host, port in direct)
+        addresses += tuple(Address(host=host, control_port=port, kind="relayed") for host, port in relayed)
+        return cls(addresses, run, key, digest, token, is_study)
 
 
 def invite_text(text: str) -> str:
@@ -96,6 +111,11 @@ def invite_text(text: str) -> str:
     except (OSError, ValueError) as error:
         raise InviteError(f"{named[:200]}: the file with the invite cannot be read: {error}") from error
     return line if named.startswith("@") or line.lower().startswith("shoal://") else text
+
+
+def is_run_name(text: str) -> bool:
+    """Whether a text may be the name of a run in a directory, as ``NAME`` or ``NAME@HASH``."""
+    return NAMED_RUN.fullmatch(text) is not None
 
 
 def _encode(value: bytes) -> str:
@@ -126,18 +146,21 @@ def _decode_token(query: Mapping[str, Sequence[str]]) -> bytes:
     return value
 
 
-def _parse_addresses(direct: str, relays: str) -> tuple[Address, ...]:
+_Place = tuple[str, int]
+"""Host and port."""
+
+
+def _parse_places(direct: str, relays: str) -> tuple[list[_Place], list[_Place]]:
     """Parse the addresses before the run's name, and those of relays after it. Raises ``InviteError``."""
-    found = [_parse_address(one) for one in direct.split(",")] if direct or not relays else []
-    if relays:
-        found += [_parse_address(one).model_copy(update={"kind": "relayed"}) for one in relays.split(",")]
-    addresses = tuple(dict.fromkeys(found))
-    if len(addresses) > MAX_ADDRESSES:
-        raise InviteError(f"the invite names {len(addresses)} addresses; at most {MAX_ADDRESSES} are allowed")
-    return addresses
+    found = [_parse_place(one) for one in direct.split(",")] if direct or not relays else []
+    relayed = [_parse_place(one) for one in relays.split(",")] if relays else []
+    places, others = list(dict.fromkeys(found)), list(dict.fromkeys(relayed))
+    if len(places) + len(others) > MAX_ADDRESSES:
+        raise InviteError(f"the invite names {len(places + others)} addresses; at most {MAX_ADDRESSES} are allowed")
+    return places, others
 
 
-def _parse_address(text: str) -> Address:
+def _parse_place(text: str) -> _Place:
     """Parse one address of an invite. Raises ``InviteError``."""
     try:
         split = urlsplit(f"//{text}")
@@ -148,7 +171,7 @@ def _parse_address(text: str) -> Address:
         raise InviteError(f"not an invite ({error}); {_EXPECTED}") from error
     if not host or not port or split.netloc != text or "@" in text:
         raise InviteError(f"the invite names no host and port; {_EXPECTED}")
-    return Address(host=_check_host(host), control_port=port)
+    return _check_host(host), port
 
 
 def _check_host(host: str) -> str:

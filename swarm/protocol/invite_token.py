@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.identity import verify_signature
+from shoal.swarm.protocol.invite import TOKEN_BYTES
 from shoal.swarm.protocol.types import InviteRole, InviteTerms, Role, id_bytes, id_text
 
 _CONTEXT = b"shoal invite token, version 1\0"
@@ -21,7 +22,7 @@ _BODY = struct.Struct(">B5sBHI16s")
 """Format, id, role, uses, expiry in Unix seconds, digest of the note."""
 
 SIGNATURE_BYTES = 64
-TOKEN_BYTES = _BODY.size + SIGNATURE_BYTES
+assert _BODY.size + SIGNATURE_BYTES == TOKEN_BYTES
 
 _ROLES: tuple[InviteRole, ...] = ("trainer", "contributor", "validator", "observer")
 _ADMITTED: dict[InviteRole, tuple[Role, ...]] = {

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,6 +38,7 @@ from shoal.swarm.protocol.identity import parse_key
 from shoal.swarm.protocol.pins import PackageVersion, PinsSection
 from shoal.swarm.protocol.rounds import leaf_elements
 from shoal.swarm.protocol.run_sources import check_folder_url, check_source, check_url, shards_url
+from shoal.swarm.protocol.run_toml import parse_run_toml, read_run_toml
 from shoal.swarm.protocol.start_section import Sha256, StartSection
 from shoal.swarm.protocol.types import MAX_MEMBERS, Price, Record
 
@@ -87,13 +86,8 @@ def check_plain(value: Any, where: str, depth: int = MAX_SETTINGS_DEPTH) -> None
             raise ValueError(f"{where}: expected a text, truth value, finite number, array or table")
 
 
-MAX_RUN_FILE_BYTES = 200_000
-
 RunName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 """Also used in the names of folders."""
-
-_MAX_DOTS = 64
-_PIECES = re.compile(r"[=\[\]{},]")
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -1100,31 +1094,23 @@ def _check_optimizer(section: InnerSection | OuterSection, which: str, where: st
 
 def parse_run_file(text: str, where: str = "run file") -> RunFile:
     """Validate TOML text. Raises ``RunFileError`` that names the file, the field and the expected value."""
-    if len(text.encode()) > MAX_RUN_FILE_BYTES:
-        raise RunFileError(f"{where}: larger than {MAX_RUN_FILE_BYTES} bytes, the most that a run file may have")
-    for line in text.splitlines():
-        # The parser needs memory quadratic in the dots of one key, and run files come from other machines, too.
-        if not line.lstrip().startswith("#") and any(piece.count(".") > _MAX_DOTS for piece in _PIECES.split(line)):
-            raise RunFileError(f"{where}: a key with more than {_MAX_DOTS} dots: {line[:40]!r}…")
-    try:
-        run = RunFile.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise RunFileError(f"{where}: not valid TOML: {error}") from error
-    except ValidationError as error:
-        raise RunFileError(f"{where}: " + "; ".join(field_errors(error, RunFile))) from error
-    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, arrays with thousands of levels
-        raise RunFileError(f"{where}: not valid TOML: {error}") from error
-    _check_optimizer(run.outer, "outer", where)
-    if run.algorithm != "virtual_batch":  # which has no inner optimizer
-        _check_optimizer(run.inner, "inner", where)
-    return run
+    return _validate(parse_run_toml(text, where), where)
 
 
 def load_run_file(path: Path) -> tuple[str, RunFile]:
     """Read and validate a run file; returns its text and its validated content. Raises ``RunFileError``."""
+    text, values = read_run_toml(path)
+    return text, _validate(values, str(path))
+
+
+def _validate(values: dict[str, Any], where: str) -> RunFile:
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_RUN_FILE_BYTES + 1).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunFileError(f"{path}: cannot be read: {error}") from error
-    return text, parse_run_file(text, str(path))
+        run = RunFile.model_validate(values)
+    except ValidationError as error:
+        raise RunFileError(f"{where}: " + "; ".join(field_errors(error, RunFile))) from error
+    except (ValueError, RecursionError) as error:  # arrays with thousands of levels
+        raise RunFileError(f"{where}: {error}") from error
+    _check_optimizer(run.outer, "outer", where)
+    if run.algorithm != "virtual_batch":  # which has no inner optimizer
+        _check_optimizer(run.inner, "inner", where)
+    return run

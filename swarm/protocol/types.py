@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from shoal.swarm.protocol.addresses import join_host_port
+from shoal.swarm.protocol.addresses import MAX_ADDRESSES, join_host_port
 
 MAX_MEMBERS = 16_384
 """Most members that a plan can name. Runs take fewer (``RUN_MEMBERS``), simulations do not."""
@@ -31,7 +31,6 @@ MAX_DETOURS = 64
 MAX_MADE_RANGES = 16
 MAX_VERDICTS = 256
 MAX_KEPT = 16
-MAX_ADDRESSES = 8
 MAX_PATHS = 32
 MAX_TOLD_PATHS = 4
 MAX_RELAYS = 4

@@ -14,10 +14,11 @@ from shoal.peer.directory.directory_file import (
     remove_run,
     usual_directories,
 )
-from shoal.peer.directory.listing import ListedRun, find_run, is_run_name, list_runs
+from shoal.peer.directory.listing import ListedRun, find_run, list_runs
 from shoal.peer.directory.places import Place
 from shoal.swarm.errors import DirectoryError
 from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import is_run_name
 
 
 def put(folder: Path, card: SignedCard, name: str = "") -> Path:

@@ -16,7 +16,8 @@ from shoal.swarm.coordinator.host_commands import PRINTED, HostCommands, command
 from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.errors import CommandRefused, FolderInUse, NotAdmitted, Removed, TryLater
 from shoal.swarm.protocol.identity import Identity, verify_certificate
-from shoal.swarm.protocol.invite_token import TOKEN_BYTES, make_token, read_token
+from shoal.swarm.protocol.invite import TOKEN_BYTES
+from shoal.swarm.protocol.invite_token import make_token, read_token
 from shoal.swarm.protocol.messages import (
     MAX_PAGE,
     AllowPeer,

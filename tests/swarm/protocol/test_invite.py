@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import InviteError
-from shoal.swarm.protocol.invite import Invite, invite_text, parse_advertised
-from shoal.swarm.protocol.invite_token import TOKEN_BYTES
+from shoal.swarm.protocol.invite import TOKEN_BYTES, Invite, invite_text, parse_advertised
 from shoal.swarm.protocol.types import Address
 
 KEY = base64.urlsafe_b64encode(bytes(range(32))).decode().rstrip("=")
@@ -154,6 +153,6 @@ def test_an_invite_may_be_in_a_file(tmp_path: Path) -> None:
         assert Invite.read(text) == Invite.parse(TOLD)
     assert invite_text(str(other)) == str(other), "perhaps a history, or another file that a command can use"
     assert invite_text(str(tmp_path)) == str(tmp_path)
-    for wrong, said in ((f"@{other}", "begins with shoal"), (f"@{path}x", "cannot be read"), ("", "begins with shoal")):
+    for wrong, said in ((f"@{other}", "begins with shoal"), (f"@{path}x", "cannot be read"), ("", "invite is empty")):
         with pytest.raises(InviteError, match=said):
             Invite.read(wrong)

@@ -7,12 +7,12 @@ import pytest
 from shoal.swarm.errors import RunFileError
 from shoal.swarm.protocol.identity import parse_key
 from shoal.swarm.protocol.run_file import (
-    MAX_RUN_FILE_BYTES,
     RunFile,
     load_run_file,
     parse_run_file,
     unused_inner_settings,
 )
+from shoal.swarm.protocol.run_toml import MAX_RUN_FILE_BYTES
 
 LEAST = """
 [run]
