@@ -47,7 +47,14 @@ from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.front import CoordinatorFront
 from shoal.swarm.coordinator.host_commands import replayed
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, JournalFiles, LocalJournal, check_run
+from shoal.swarm.coordinator.local_journal import (
+    JOURNAL,
+    SHARED_JOURNAL,
+    Backup,
+    JournalFiles,
+    LocalJournal,
+    check_run,
+)
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.service import CoordinatorService
@@ -216,7 +223,10 @@ async def host(
         raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
     if options.journal is not None:
         if len(run_paths) > 1 or options.backup is not None:
-            raise UserError("--journal is for one run, and needs no --backup: its engine keeps copies")
+            raise UserError(
+                "--journal is for one run, and needs no --backup: its engine keeps copies. Start a host for each run, "
+                "each with a --bind of its own; they may share the engine and its prefix"
+            )
         await _host_shared(run_paths[0], options, options.journal, on_start, on_event)
         return
     if len(run_paths) > 1 and options.publish.endswith(".json"):
@@ -261,6 +271,13 @@ async def _host_shared(
     call_on_signals(stop.set)
     async with AsyncExitStack() as ending:
         sharing = await ending.enter_async_context(SharedHosting.open(place, run.run.name, state))
+        if (state / JOURNAL).exists():
+            raise UserError(
+                f"{state}: has a journal of this run, and another one in {sharing.journal.location} would tell another "
+                "history under the same keys: host the run without --journal as before, or give --state another folder "
+                "and the run another name, and begin it --from its checkpoint"
+            )
+        _write(state / SHARED_JOURNAL, f"{sharing.journal.location}\n".encode())
         path = options.identity or state / IDENTITY_FILE
         await in_thread(sharing.fetch_identity, path)
         one = await prepared(run_path, options, sharing)
@@ -602,8 +619,8 @@ async def _publishing(service: CoordinatorService, invite: Invite, place: Place,
 
 
 def is_host_folder(folder: Path) -> bool:
-    """Return whether a coordinator keeps its journal in the folder."""
-    return (folder / JOURNAL).exists()
+    """Return whether a coordinator keeps a run in the folder, with its journal or the place of a shared one."""
+    return (folder / JOURNAL).exists() or (folder / SHARED_JOURNAL).exists()
 
 
 def hosted_verdicts(folder: Path, *, has_stages: bool) -> tuple[int, tuple[Verdict, ...]]:

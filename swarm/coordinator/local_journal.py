@@ -28,7 +28,7 @@ from shoal.swarm.coordinator.events import (
 )
 from shoal.swarm.coordinator.record_log import NO_CHECK, RESTORE, RecordFile, free_name, pack_file
 from shoal.swarm.coordinator.stores.fenced_store import EPOCH_STEP
-from shoal.swarm.errors import DamagedRecords, RunFileError, StorageError
+from shoal.swarm.errors import DamagedRecords, RunFileError, StateFileError, StorageError
 from shoal.swarm.protocol.access_records import AccessRecord
 from shoal.swarm.system import flags
 
@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 # Reading ----------------------------------------------------------------------------------------------------
 
 JOURNAL, VERDICTS, ACCESS = "journal.records", "verdicts.records", "access.records"
+SHARED_JOURNAL = "journal.txt"
+"""File of a folder without a journal: where the one is that the run's hosts share, without credentials."""
+
 EVENTS, VERDICT, SNAPSHOT = 1, 2, 3
 """Kinds of records: a transaction without verdicts, one with a round's verdicts, and the snapshot at the beginning of a
 compacted journal."""
@@ -48,6 +51,20 @@ _PAGE = 256
 def evidence_path(folder: Path, name: str) -> Path:
     """Return the file in which a run's folder keeps the evidence with this id, in hexadecimal."""
     return folder / f"{name}.evidence"
+
+
+def check_not_shared(folder: Path) -> None:
+    """Check that a run's journal is not elsewhere: another one, begun here, would tell another history under the same
+    keys. Raises ``StateFileError``."""
+    try:
+        place = (folder / SHARED_JOURNAL).read_text().strip()
+    except OSError:
+        return
+    raise StateFileError(
+        f"{folder}: the journal of this run is {place}, which its hosts share: start the host with --journal; for "
+        "members, invites and amendments give the command on the machine that leads, while it does; for the log give "
+        "an invite"
+    )
 
 
 class JournalFiles:
@@ -62,6 +79,7 @@ class JournalFiles:
 
     def __init__(self, folder: Path, *, writable: bool = False, live: bool = False) -> None:
         """``live``: a coordinator may be writing to the files; what it adds meanwhile is left out."""
+        check_not_shared(folder)
         self.folder = folder
         self.lock = threading.RLock()
         # The journal is opened first: during a compaction the verdicts' file is never behind it.
@@ -284,6 +302,7 @@ class LocalJournal:
             with ExitStack() as undo:
                 lock = durable.lock_folder(self._folder)
                 undo.callback(lock.release)
+                check_not_shared(self._folder)
                 _create(self._folder, self._run_hash, self._run_toml)
                 files = JournalFiles(self._folder, writable=True)
                 undo.callback(files.close)

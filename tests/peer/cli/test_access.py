@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from shoal.peer.cli.access import (
     InviteFor,
+    ask_host,
     default_uses,
     host_folder,
     invite_state,
@@ -18,9 +20,13 @@ from shoal.peer.cli.access import (
     parse_duration,
     records_table,
 )
+from shoal.peer.cli.host import hosted_status, hosted_verdicts
+from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.protocol.access_records import AccessRecord, Refusals
-from shoal.swarm.protocol.messages import InviteState, MemberAccess
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import Acknowledged, InviteState, KickMember, MemberAccess
+from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.types import InviteTerms
 
 PEER = "abcdefghijklmnop"
@@ -44,6 +50,27 @@ def test_only_folders_of_hosts_are_taken(tmp_path: Path) -> None:
         host_folder(str(tmp_path))
     (tmp_path / "journal.records").write_bytes(b"")
     assert host_folder(str(tmp_path)) == tmp_path
+
+
+def test_of_a_run_on_a_shared_journal_nothing_is_begun_or_read_in_the_folder(tmp_path: Path) -> None:
+    """A journal that a command began there would fork the run under its own keys."""
+    (tmp_path / "journal.txt").write_text("etcd://a:1/shoal/reef\n")
+    toml = '[run]\nname = "reef"\n[recipe]\nname = "own"\n[round]\ntokens = 100000\n'
+    (tmp_path / "run.toml").write_text(toml)
+    Identity.load_or_create(tmp_path / "identity")
+    assert host_folder(str(tmp_path)) == tmp_path
+    run = parse_run_file(toml)
+    readers: list[Callable[[], object]] = [
+        lambda: ask_host(tmp_path, None, KickMember(peer="a" * 16), Acknowledged),
+        lambda: hosted_verdicts(tmp_path, has_stages=False),
+        lambda: hosted_status(tmp_path, run),
+        lambda: LocalJournal(tmp_path, run.hash, toml).lease(),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for read in readers:
+        with pytest.raises(StateFileError, match="etcd://a:1/shoal/reef, which its hosts share"):
+            read()
+    assert sorted({*tmp_path.iterdir()} - {tmp_path / "lock"}) == before
 
 
 def shown(table: Any) -> str:
