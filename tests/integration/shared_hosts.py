@@ -22,7 +22,14 @@ class SharedHost(Process):
     """A ``shoal host --journal``; ``home``: its machine's folder, with keys of its own."""
 
     def __init__(
-        self, swarm: Swarm, label: str, toml: str, url: str, keys: Sequence[str], extra: Sequence[str]
+        self,
+        swarm: Swarm,
+        label: str,
+        toml: str,
+        url: str,
+        keys: Sequence[str],
+        extra: Sequence[str],
+        launcher: Sequence[str] = SHOAL,
     ) -> None:
         folder = swarm._folder(label)
         self.home = folder / "home"
@@ -38,7 +45,7 @@ class SharedHost(Process):
         command = [
             "env",
             f"SHOAL_HOME={self.home}",
-            *SHOAL,
+            *launcher,
             "host",
             str(self.run_file),
             *options,
@@ -77,14 +84,19 @@ def machine_key(home: Path) -> str:
 
 
 def shared_hosts(
-    swarm: Swarm, toml: str, url: str, labels: Sequence[str], extra: Sequence[str] = ()
+    swarm: Swarm,
+    toml: str,
+    url: str,
+    labels: Sequence[str],
+    extra: Sequence[str] = (),
+    launcher: Sequence[str] = SHOAL,
 ) -> list[SharedHost]:
     """Start hosts of one run; the first one leads, the others stand by."""
     first, *others = labels
     keys = [machine_key(swarm._folder(one) / "home") for one in others]
-    leading = swarm._add(SharedHost(swarm, first, toml, url, keys, extra))
+    leading = swarm._add(SharedHost(swarm, first, toml, url, keys, extra, launcher))
     leading.leads()
-    hosts = [leading, *(swarm._add(SharedHost(swarm, one, toml, url, (), extra)) for one in others)]
+    hosts = [leading, *(swarm._add(SharedHost(swarm, one, toml, url, (), extra, launcher)) for one in others)]
     for one in hosts[1:]:
         one.stands_by()
     return hosts
