@@ -60,7 +60,7 @@ def train(hosting: Host, loops: list[Member], rounds: int = 2) -> list[VerdictGi
     for one in loops:  # while its workers start, a loop has no samples and may miss a round
         first_s = one.events("committed", included=True)[0]["time"]
         resyncs = [event for event in one.events("resync") if event["time"] > first_s]
-        assert resyncs == [], f"{one.label} of {[other.label for other in loops]}, included first at {first_s}: {resyncs}"
+        assert resyncs == [], f"{one.label}, included first at {first_s}: {resyncs}"
     assert len(set(trained)) == len(trained), "no sample is trained twice"
     assert sum(one.verdict.tokens for one in verdicts) <= len(trained)
     for one in loops:
