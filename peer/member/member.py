@@ -176,6 +176,7 @@ class LocalMember:
         """Returns the states of the checkpoints here, newest first, without reading the disk."""
         self._diverged: KeptState | None = None
         self.read_use: Callable[[], DeviceUse] | None = None
+        self.use: DeviceUse | None = None
         """Looks at the use of this machine; None where nobody is told."""
         self._use_from_s = 0.0
         self.rejoined = False
@@ -320,7 +321,8 @@ class LocalMember:
         if self.read_use is None or now_s < self._use_from_s:
             return None
         self._use_from_s = now_s + _USE_EVERY_S
-        return await in_thread(self.read_use)
+        self.use = await in_thread(self.read_use)
+        return self.use
 
     def _asked_for_kept(self) -> tuple[KeptState, ...]:
         """Return the states that this peer keeps beside the one it holds, if the coordinator asks for them."""

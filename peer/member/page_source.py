@@ -73,6 +73,7 @@ class JoinedPage:
             checkpoint=(kept[0].round, written_s) if kept and written_s is not None else None,
             allocated_bytes=_allocated_bytes(torch.device(self._connection.device)),
             free_bytes=free_bytes,
+            use=members.run.use,
         )
         return peer_readings(self._watched.snapshot(), facts)
 

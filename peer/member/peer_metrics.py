@@ -12,7 +12,7 @@ from typing import get_args
 
 from shoal.peer.terminal.snapshot import Snapshot
 from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.types import WORK_PHASES, PathKind, PathReport, PhaseTimes
+from shoal.swarm.protocol.types import WORK_PHASES, DeviceUse, PathKind, PathReport, PhaseTimes
 from shoal.swarm.web.metrics import Readings
 
 _PERCENTAGE = re.compile(r" *\d+ *%$")
@@ -22,7 +22,7 @@ _PERCENTAGE = re.compile(r" *\d+ *%$")
 class PeerFacts:
     """Values of a peer beside its snapshot. ``phases``: of its training since the last round; ``share``: of its weight
     in the newest committed round, None before one; ``checkpoint``: round of the newest one, and when it was written;
-    ``allocated_bytes``: None on a CPU."""
+    ``allocated_bytes``: None on a CPU; ``use``: of the machine, as last read for a heartbeat."""
 
     link_bps: float
     phases: PhaseTimes
@@ -32,6 +32,7 @@ class PeerFacts:
     checkpoint: tuple[int, float] | None = None
     allocated_bytes: int | None = None
     free_bytes: int | None = None
+    use: DeviceUse | None = None
 
 
 def peer_readings(taken: Snapshot, facts: PeerFacts) -> Readings:
@@ -58,6 +59,10 @@ def peer_readings(taken: Snapshot, facts: PeerFacts) -> Readings:
     for kind in get_args(PathKind):
         put("shoal_peer_paths", kinds[kind], kind)
     put("shoal_peer_device_allocated_bytes", facts.allocated_bytes)
+    if facts.use is not None:
+        put("shoal_peer_power_watts", facts.use.power_w)
+        put("shoal_peer_energy_joules_total", facts.use.energy_j)
+        put("shoal_peer_gpu_busy_ratio", facts.use.gpu)
     put("shoal_peer_checkpoints", facts.checkpoints)
     if facts.checkpoint is not None:
         put("shoal_peer_checkpoint_round", facts.checkpoint[0])

@@ -347,7 +347,7 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     if status.progress.tokens_per_s:
         head.add_row("speed", f"{count_text(status.progress.tokens_per_s)} tokens/s, over the latest rounds")
     head.add_row("anchor", f"version {status.anchor_version}, {_agreement(status)}")
-    for row in _cost_rows(status.costs):
+    for row in [*_cost_rows(status.costs), *_energy_rows(status.costs), *_device_rows(status.members)]:
         head.add_row(*row)
     if status.warning:
         head.add_row("", Text(printable(status.warning), style="bold red"))
@@ -450,6 +450,47 @@ def _cost_rows(costs: CostStatus) -> list[tuple[str, RenderableType]]:
         words = [f"{money_text(costs.provider_cost, costs.currency)} {at}{without}"]
         rows.append(("" if rows else "cost", Text(printable("; ".join(words)))))
     return rows
+
+
+def _energy_rows(costs: CostStatus) -> list[tuple[str, RenderableType]]:
+    """Row on the energy that the run took, as far as anybody's GPU is measured."""
+    if costs.energy_j is None:
+        return []
+    words = [f"{energy_text(costs.energy_j)} as members say"]
+    if costs.metered_members < costs.members:
+        words[0] += f", {costs.metered_members} of {costs.members}"
+    if costs.round_energy_j:
+        words.append(f"{energy_text(costs.round_energy_j)} in the last round")
+    if costs.token_energy_j is not None:
+        words.append(f"{energy_text(costs.token_energy_j)} a token")
+    return [("energy", "; ".join(words))]
+
+
+def _device_rows(members: Sequence[MemberStatus]) -> list[tuple[str, RenderableType]]:
+    """Row on how busy members' devices are: the mean of those that say, and the power of all of them."""
+    uses = [one.use for one in members if one.alive and one.use is not None]
+    gpus = [one.gpu for one in uses if one.gpu is not None]
+    powers = [one.power_w for one in uses if one.power_w is not None]
+    words = []
+    if gpus:
+        words.append(f"{number_of(len(gpus), 'GPU')} {sum(gpus) / len(gpus):.0%} busy")
+    if powers:
+        words.append(metric_text(sum(powers), "W"))
+    if uses:
+        words.append(f"processors {sum(one.cpu for one in uses) / len(uses):.0%} busy")
+    return [("devices", f"{', '.join(words)}, as {number_of(len(uses), 'member')} say")] if words else []
+
+
+def energy_text(joules: float) -> str:
+    """``1.25 kWh``; below one watt-hour in joules: ``0.42 J``."""
+    return metric_text(joules / 3600, "Wh") if joules >= 3600 else metric_text(joules, "J")
+
+
+def metric_text(amount: float, unit: str) -> str:
+    """``250 W``, ``1.2 kW``, ``0.0042 J``: three digits with the prefix that suits."""
+    shown = float(f"{amount:.3g}")
+    power = min(6, int(math.log10(shown) // 3)) if shown >= 1000 else 0
+    return f"{shown / 1000**power:.3g} {'kMGTPE'[power - 1] if power else ''}{unit}"
 
 
 def money_text(amount: float, currency: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from shoal.swarm.protocol.types import DeviceUse
+from shoal.swarm.protocol.types import MAX_DEVICE_W, DeviceUse
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class DeviceUseMeter:
         with suppress(nvml.NVMLError):
             found["gpu_used_bytes"] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
         with suppress(nvml.NVMLError):
-            found["power_w"] = max(0.0, nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+            found["power_w"] = min(MAX_DEVICE_W, max(0.0, nvml.nvmlDeviceGetPowerUsage(handle) / 1000))
         with suppress(nvml.NVMLError):
             energy_mj = int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
             self._energy_mj = energy_mj if self._energy_mj is None else self._energy_mj

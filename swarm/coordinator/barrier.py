@@ -14,7 +14,9 @@ from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.coordinator.round_timing import timing_of
+from shoal.swarm.costs import cost_of, price_of
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
+from shoal.swarm.protocol.timing import RoundTiming
 from shoal.swarm.protocol.verdict_chain import tied_together
 from shoal.swarm.sample_ranges import count, from_wire
 
@@ -165,19 +167,34 @@ class Barrier:
     def _end(self, unsigned: Sequence[ev.VerdictGiven]) -> None:
         """Give all scopes their verdicts. Those of a pipeline cover each other, and have the last stage's loss."""
         verdicts = [event.verdict for event in unsigned]
-        self._note_timing(unsigned)
+        timing = self._note_timing(unsigned)
         if self.all_or_none:
             loss = verdicts[-1].loss
             verdicts = tied_together([verdict.model_copy(update={"loss": loss}) for verdict in verdicts])
         for scope, event, verdict in zip(self.scopes, unsigned, verdicts, strict=True):
             scope.give_verdict(event.model_copy(update={"verdict": verdict}))
+        self.scopes[0].timings.add(timing.model_copy(update=self._costs()))
 
-    def _note_timing(self, unsigned: Sequence[ev.VerdictGiven]) -> None:
-        """Note where the time of the round went, and which of the work was of use."""
+    def _costs(self) -> dict[str, float | None]:
+        """Return what the round that has just ended has cost, and its energy."""
+        first = self.scopes[0]
+        assert first.timed is not None, "all rounds end together, and are timed in the first scope"
+        working = {
+            peer for scope in self.scopes for peer, one in scope.membership.members.items() if one.tokens_committed
+        }
+        known = first.timed.members.items()
+        counted = [one for peer, one in known if peer in working or one.entry.role == "validator"]
+        prices = first.run.cost.prices
+        costs = [cost for one in counted if (cost := cost_of(price_of(one.device, prices), one.round_s)) is not None]
+        metered = [one.round_energy_j for one in counted if one.told_energy_j is not None]
+        return {"cost": sum(costs) if costs else None, "energy_j": sum(metered) if metered else None}
+
+    def _note_timing(self, unsigned: Sequence[ev.VerdictGiven]) -> RoundTiming:
+        """Return where the time of the round went, and note which of the work was of use."""
         first, timings = unsigned[0], self.scopes[0].timings
         failed = [{*event.failed, *event.missing} for event in unsigned]
         seen = [scope.seen(of) for scope, of in zip(self.scopes, failed, strict=True)]
-        timings.add(timing_of(first.verdict.round, first.verdict.committed, seen))
+        timing = timing_of(first.verdict.round, first.verdict.committed, seen)
         lost = sum(one.weight_tokens for one in _planned(first.verdict) if one.peer in first.lost)
         if first.went_back is not None:
             undone = self.scopes[0].tokens_committed - first.verdict.tokens_total
@@ -188,6 +205,7 @@ class Barrier:
             timings.wasted(lost)
         elif self.all_or_none:
             timings.wasted(min(scope.tokens_in_round() for scope in self.scopes))  # the batch is done anew
+        return timing
 
 
 def _planned(verdict: Verdict) -> Sequence[PlanMember]:

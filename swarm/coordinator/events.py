@@ -21,6 +21,7 @@ from shoal.swarm.protocol.types import (
     Count,
     DeviceInfo,
     Digest,
+    Energy,
     InviteId,
     InviteTerms,
     Key,
@@ -163,7 +164,8 @@ class VerdictGiven(JournalEvent):
     members that did not deliver what they owed, and own nothing for a while. ``missing``: members whose contributions
     did not arrive; after two rounds in a row they are left out for a while. ``accusations``: all of this round, also
     where they are too few for ``failed``. ``carrying``: members that are still present, and carry over to the next
-    round what the mean lacks of their contributions."""
+    round what the mean lacks of their contributions. ``energy_j``: what members' GPUs have taken in the round, by their
+    own word."""
 
     verdict: Verdict
     elapsed_s: Seconds
@@ -173,6 +175,7 @@ class VerdictGiven(JournalEvent):
     missing: tuple[PeerId, ...] = ()
     accusations: tuple[Accusation, ...] = ()
     went_back: WentBack | None = None
+    energy_j: dict[PeerId, Energy] = Field(default_factory=dict)
 
 
 class LossRose(JournalEvent):
@@ -415,6 +418,8 @@ class MemberKept(Record):
     open_s: Seconds = 0.0
     round_s: Seconds = 0.0
     counted_to_s: UnixTime = 0.0
+    energy_j: Energy = 0.0
+    round_energy_j: Energy = 0.0
 
 
 class RunSnapshot(JournalEvent):

@@ -21,10 +21,11 @@ from shoal.swarm.coordinator.events import (
 )
 from shoal.swarm.coordinator.reachability import is_limited, walls
 from shoal.swarm.coordinator.trust import counting, forfeit_credit, weightiest
-from shoal.swarm.costs import cost_of, price_of
+from shoal.swarm.costs import cost_of, energy_between, price_of
 from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.timing import MemberTimes
 from shoal.swarm.protocol.types import (
+    MAX_DEVICE_W,
     MAX_TOLD_PATHS,
     RUN_MEMBERS,
     DeviceInfo,
@@ -72,6 +73,9 @@ _REMEMBERED_KEYS = 4096
 _MOST_TIME_S = 1e9
 """Most that is counted of a member's time, whatever becomes of the clock."""
 
+_MOST_ENERGY_J = _MOST_TIME_S * MAX_DEVICE_W
+"""Most that is counted of a member's energy."""
+
 _LOGGED_CHANGES = 512
 """Most changes of the roster that are kept; a member further behind gets the whole roster."""
 
@@ -101,7 +105,8 @@ class Member:
     round, and ``round_s`` in the newest that has ended; ``worked_s``: when work of it was committed last, or when it
     joined; ``progress_s``: when it last said that it had got on with anything; ``unmet``: members with which it could
     make no connection; ``phase``: what its training does; ``use``: of its machine; ``times``: where the time of its
-    last round went."""
+    last round went. ``energy_j``: what its GPU took up to the end of the last round, ``round_energy_j`` of it in that
+    round, and ``open_energy_j`` since; ``metered``: the moment and the figure of its meter's last reading."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -149,6 +154,10 @@ class Member:
     open_s: float = 0.0
     round_s: float = 0.0
     counted_to_s: float = 0.0
+    energy_j: float = 0.0
+    round_energy_j: float = 0.0
+    open_energy_j: float = 0.0
+    metered: tuple[float, float] | None = None
     worked_s: float = field(init=False)
     progress_s: float = field(init=False)
     kept: tuple[KeptState, ...] = ()
@@ -173,6 +182,21 @@ class Member:
         self.present_s = min(self.present_s + since_s, _MOST_TIME_S)
         self.open_s = min(self.open_s + since_s, _MOST_TIME_S)
         self.counted_to_s = max(unix_s, self.counted_to_s)
+
+    def count_energy(self, use: DeviceUse, now_s: float) -> None:
+        """Count the energy since the last reading of the member's meter; the first one has none before it."""
+        if use.energy_j is None:
+            return
+        if self.metered is not None:
+            read_s, earlier_j = self.metered
+            self.open_energy_j += energy_between(earlier_j, use.energy_j, now_s - read_s)
+        self.metered = now_s, use.energy_j
+
+    @property
+    def told_energy_j(self) -> float | None:
+        """What its GPU has taken, with the open round; None where nothing measures it."""
+        total = min(self.energy_j + self.open_energy_j, _MOST_ENERGY_J)
+        return total if total or self.metered is not None else None
 
     @property
     def has_begun(self) -> bool:
@@ -287,6 +311,8 @@ class Membership:
         if earlier is not None:
             member.invite = event.invite or earlier.invite
             member.present_s, member.open_s, member.round_s = earlier.present_s, earlier.open_s, earlier.round_s
+            member.energy_j, member.round_energy_j = earlier.energy_j, earlier.round_energy_j
+            member.open_energy_j = earlier.open_energy_j
             member.tokens_committed = earlier.tokens_committed
             member.rounds_committed = earlier.rounds_committed
             member.credit, member.credit_rounds = earlier.credit, earlier.credit_rounds
@@ -367,11 +393,18 @@ class Membership:
         member.tokens_per_s = 0.0
         member.forget_progress()
 
-    def end_round(self, unix_s: float) -> None:
-        """Count the time of all members in the round that has ended."""
-        for member in self.members.values():
+    def open_energy_j(self) -> dict[str, float]:
+        """Return what members' GPUs have taken since the last round, of those that measure it."""
+        return {peer: one.open_energy_j for peer, one in self.members.items() if one.open_energy_j}
+
+    def end_round(self, unix_s: float, energy_j: Mapping[str, float]) -> None:
+        """Count the time and the energy of all members in the round that has ended."""
+        for peer, member in self.members.items():
             member.count_time(unix_s)
             member.round_s, member.open_s = member.open_s, 0.0
+            taken_j = energy_j.get(peer, 0.0)
+            member.round_energy_j, member.open_energy_j = taken_j, max(0.0, member.open_energy_j - taken_j)
+            member.energy_j = min(member.energy_j + taken_j, _MOST_ENERGY_J)
 
     def skip_time(self, unix_s: float) -> None:
         """Leave out the time in which no coordinator was here to know of its members."""
@@ -447,7 +480,9 @@ class Membership:
         if not is_met and member.alive:
             self._note_limits(peer, member)
         member.claimed_bps = heartbeat.bandwidth_bps
-        member.use = heartbeat.use or member.use
+        if heartbeat.use is not None:
+            member.use = heartbeat.use
+            member.count_energy(heartbeat.use, now_s)
         if heartbeat.round == current_round + 1:
             member.tokens_ahead = heartbeat.tokens_done
         else:
@@ -637,7 +672,14 @@ class Membership:
         def time_and_price(member: Member) -> dict[str, Any]:
             present_s = min(member.present_s + member.uncounted_s(unix_s), _MOST_TIME_S)
             price = price_of(member.device, prices)
-            return {"present_s": present_s, "price_per_hour": price, "cost": cost_of(price, present_s)}
+            energy_j = member.told_energy_j
+            return {
+                "present_s": present_s,
+                "price_per_hour": price,
+                "cost": cost_of(price, present_s),
+                "energy_j": energy_j,
+                "round_energy_j": None if energy_j is None else member.round_energy_j,
+            }
 
         return tuple(
             MemberStatus(

@@ -428,7 +428,7 @@ class RoundScope:
         # By the verdicts' own times, so that a verdict taken over from a member gives the same paces.
         lasted_s = verdict.ended_s - self.verdict.ended_s if self.verdict else 0.0
         if self.timed is not None:
-            self.timed.end_round(verdict.ended_s)
+            self.timed.end_round(verdict.ended_s, event.energy_j)
         self.verdict, self.chain = verdict, verdict.chain
         took_s = max(0.0, event.elapsed_s - self.elapsed_before_s)
         self.elapsed_before_s, self.started_s = event.elapsed_s, self.log.now_s
@@ -1458,6 +1458,7 @@ class RoundScope:
             missing=judgement.missing,
             accusations=accusations_of(self.round.number, judgement.accused_by),
             went_back=went_back,
+            energy_j=self.timed.open_energy_j() if self.timed is not None else {},
         )
 
     def left_out_of(self, judgement: Judgement) -> tuple[str, ...]:

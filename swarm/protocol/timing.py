@@ -8,7 +8,9 @@ from pydantic import Field
 
 from shoal.swarm.protocol.types import (
     MAX_MEMBERS,
+    Cost,
     Count,
+    Energy,
     PeerId,
     PhaseTimes,
     Rate,
@@ -86,7 +88,8 @@ class RoundTiming(Record):
     ``work_s``: from its beginning to its closing; ``gather_s``: from there to the plan; ``exchange_s``: from there to
     the verdict. ``utilisation``: share of the members' time in compute, by their own words; None if none has said.
     ``mean``: the members' mean times, likewise. ``path``: who was waited for; None in a quiet round. ``ended_s``: its
-    end on the coordinator's clock."""
+    end on the coordinator's clock. ``cost`` in the run's currency and ``energy_j``: of members whose time counts, by
+    their own word (``costs.py``); None while nobody has a price, or measures it."""
 
     round: Count
     committed: bool
@@ -99,3 +102,5 @@ class RoundTiming(Record):
     mean: PhaseTimes | None = None
     path: CriticalPath | None = None
     ended_s: Seconds = 0.0
+    cost: Cost | None = None
+    energy_j: Energy | None = None

@@ -184,6 +184,12 @@ DeviceTime = Annotated[float, Field(ge=0, le=1e18)]
 Cost = Annotated[float, Field(ge=0, le=1e30)]
 """In the run's currency."""
 
+MAX_DEVICE_W = 5000.0
+"""Most that is believed of a GPU's power: some times what the largest takes today."""
+
+Energy = Annotated[float, Field(ge=0, le=1e18)]
+"""Joules of all GPUs of a run together."""
+
 
 class DeviceInfo(Record):
     """The device that a member trains on, for people to read. ``count``: how many of it an island has;
@@ -452,11 +458,11 @@ class DeviceUse(Record):
     """Use of a member's machine now: of its GPU, as far as that tells, and of the processor and the memory.
 
     ``gpu``, ``cpu``: busy share, 0 to 1; ``power_w``: of the GPU; ``energy_j``: what the GPU has taken since the member
-    began to measure."""
+    began to measure. Of an island the GPU is that of rank 0."""
 
     gpu: Annotated[float, Field(ge=0, le=1)] | None = None
     gpu_used_bytes: Count | None = None
-    power_w: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    power_w: Annotated[float, Field(ge=0, le=MAX_DEVICE_W)] | None = None
     energy_j: Annotated[float, Field(ge=0, le=1e15)] | None = None
     cpu: Annotated[float, Field(ge=0, le=1)]
     memory_used_bytes: Count
@@ -515,7 +521,9 @@ class MemberStatus(Record):
     steps; ``steady_tokens_per_s``: tokens of the newest round that it took part in over that round's wall time, 0
     before the first one; ``use``: of its machine, by its own word. ``present_s``: time that it was here, ``round_s`` of
     it in the newest round that has ended; ``price_per_hour``: by its own word, else by the run file's table, and
-    ``cost``: of its time at that price; None without (``costs.py``)."""
+    ``cost``: of its time at that price; None without (``costs.py``). ``energy_j``: what its GPU has taken while it was
+    here, by its own word and within bounds, ``round_energy_j`` of it in the newest round that has ended; None where
+    nothing measures it."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -547,6 +555,8 @@ class MemberStatus(Record):
     round_s: Seconds = 0.0
     price_per_hour: Price | None = None
     cost: Cost | None = None
+    energy_j: Energy | None = None
+    round_energy_j: Energy | None = None
 
     @property
     def counts_time(self) -> bool:
@@ -555,12 +565,15 @@ class MemberStatus(Record):
 
 
 class CostStatus(Record):
-    """What a run has cost (``costs.py``), by the claims of its members and the prices in its run file.
+    """What a run has cost, and what energy it took (``costs.py``), by the claims of its members and the prices in its
+    run file.
 
     Of the members whose time counts: ``device_s``: of all their devices; ``unpriced_device_s``: of those without a
     price; ``cost`` of the others, ``round_cost``: in the newest round that has ended; ``million_tokens_cost``: of so
     many committed tokens; all three None while nobody has a price. ``provider_cost``: of the same time at the prices in
-    the run file, those of ``provider``, without ``provider_unlisted_device_s``, for whose devices it has none."""
+    the run file, those of ``provider``, without ``provider_unlisted_device_s``, for whose devices it has none.
+    ``energy_j``: of the GPUs of ``metered_members``, the others' is not known; ``round_energy_j``: in the newest round
+    that has ended; ``token_energy_j``: for each committed token; None while nobody measures it."""
 
     currency: Annotated[str, Field(max_length=8)] = "USD"
     device_s: DeviceTime = 0.0
@@ -573,6 +586,10 @@ class CostStatus(Record):
     provider: Annotated[str, Field(max_length=100)] = ""
     provider_cost: Cost | None = None
     provider_unlisted_device_s: DeviceTime = 0.0
+    metered_members: Count = 0
+    energy_j: Energy | None = None
+    round_energy_j: Energy | None = None
+    token_energy_j: Energy | None = None
 
 
 class Blob(Record):

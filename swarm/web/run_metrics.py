@@ -144,6 +144,9 @@ def _put_costs(readings: Readings, costs: CostStatus) -> None:
     readings.put("shoal_round_cost", costs.round_cost, costs.currency)
     readings.put("shoal_million_tokens_cost", costs.million_tokens_cost, costs.currency)
     readings.put("shoal_provider_cost", costs.provider_cost, costs.currency, costs.provider)
+    readings.put("shoal_energy_joules", costs.energy_j)
+    readings.put("shoal_round_energy_joules", costs.round_energy_j)
+    readings.put("shoal_token_energy_joules", costs.token_energy_j)
 
 
 def _put_members(
@@ -169,6 +172,10 @@ def _put_members(
             for phase in WORK_PHASES:
                 put("shoal_member_phase_seconds", member.times.of(phase), member.peer, phase)
         readings.put("shoal_member_cost", member.cost, member.peer, currency)
+        put("shoal_member_energy_joules_total", member.energy_j, member.peer)
+        if member.use is not None:
+            put("shoal_member_power_watts", member.use.power_w, member.peer)
+            put("shoal_member_gpu_busy_ratio", member.use.gpu, member.peer)
         _put_member(readings, [member], shares, member.peer)
     known = {member.peer for member in named}
     rest = [member for member in members if member.peer not in known]

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 from tests.swarm.web.samples import member
 
-from shoal.swarm.costs import cost_of, price_of, run_costs
+from shoal.swarm.costs import cost_of, energy_between, price_of, run_costs
 from shoal.swarm.protocol.run_file import CostSection
-from shoal.swarm.protocol.types import DeviceInfo, MemberStatus
+from shoal.swarm.protocol.types import MAX_DEVICE_W, DeviceInfo, MemberStatus
 
 H100 = "NVIDIA H100 80GB HBM3"
 SECTION = CostSection(prices={H100: 2.5, "some CPU": 0.1}, provider="Nimbus")
@@ -52,6 +52,23 @@ def test_costs_add_up() -> None:
     assert costs.provider_cost == pytest.approx((10 + 2 * 4) * 2.5)
     assert costs.provider_unlisted_device_s == 3600 * 5
     assert costs.provider == "Nimbus"
+
+
+def test_energy_is_what_is_measured_for_members_whose_work_counts() -> None:
+    measured = {"energy_j": 7.2e6, "round_energy_j": 3.6e5}
+    members = [timed(1, device(), 10, **measured), timed(2, device(), 4, **measured), timed(3, device(), 5)]
+    costs = run_costs(SECTION, [*members, timed(4, device(), 5, tokens_committed=0, **measured)], tokens=1000)
+    assert (costs.energy_j, costs.round_energy_j, costs.metered_members) == (14.4e6, 7.2e5, 2)
+    assert costs.token_energy_j == 14.4e3
+    nobody = run_costs(SECTION, members[2:], tokens=1000)
+    assert (nobody.energy_j, nobody.round_energy_j, nobody.token_energy_j) == (None,) * 3
+
+
+def test_energy_between_readings_is_what_a_gpu_can_take() -> None:
+    assert energy_between(1000.0, 4000.0, 10.0) == 3000.0
+    assert energy_between(4000.0, 100.0, 10.0) == 0.0, "the meter began anew"
+    assert energy_between(0.0, 1e15, 10.0) == 10 * MAX_DEVICE_W
+    assert energy_between(0.0, 1e15, -5.0) == 0.0
 
 
 def test_who_has_done_nothing_costs_nothing() -> None:

@@ -23,12 +23,12 @@ from shoal.peer.terminal.reporter import (
     status_table,
 )
 from shoal.peer.terminal.snapshot import Snapshot
-from shoal.peer.terminal.views import session_panel, status_line
+from shoal.peer.terminal.views import metric_text, session_panel, status_line
 from shoal.swarm.errors import StorageError, Unreachable
 from shoal.swarm.protocol.json_values import status_json
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
-from shoal.swarm.protocol.types import CostStatus, Coverage, DeviceInfo, MemberStatus, PathReport
+from shoal.swarm.protocol.types import CostStatus, Coverage, DeviceInfo, DeviceUse, MemberStatus, PathReport
 
 PEERS = ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")
 DEVICE = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", memory_bytes=24 * 2**30)
@@ -399,6 +399,34 @@ def test_status_says_what_the_run_costs_and_on_whose_word(width: int) -> None:
     shown = " ".join(output(console).split())
     assert "30.00 EUR as members say, 2 of 3; 0.042 EUR per million tokens" in shown
     assert "1,234.50 EUR at the prices of Nimbus·[2J, without 2:00:00 of devices" in shown
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_says_what_energy_the_run_took_and_how_busy_devices_are(width: int) -> None:
+    console, made = terminal(width), make_status()
+    costs = CostStatus(members=3, metered_members=2, energy_j=4.5e6, round_energy_j=90_000.0, token_energy_j=0.25)
+    uses = [
+        DeviceUse(cpu=0.25, memory_used_bytes=1, gpu=0.9, power_w=700.0),
+        DeviceUse(cpu=0.75, memory_used_bytes=1, gpu=0.7, power_w=650.0),
+        None,
+    ]
+    one = made.members[0].model_copy(update={"alive": True})
+    members = tuple(one.model_copy(update={"use": use}) for use in uses)
+    console.print(status_table(made.model_copy(update={"costs": costs, "members": members})))
+    shown = " ".join(output(console).split())
+    assert "1.25 kWh as members say, 2 of 3; 25 Wh in the last round; 0.25 J a token" in shown
+    assert "2 GPUs 80% busy, 1.35 kW, processors 50% busy, as 2 members say" in shown
+
+
+def test_status_says_nothing_of_energy_that_nobody_measures() -> None:
+    console = terminal(120)
+    console.print(status_table(make_status()))
+    assert not {"energy", "devices", "Wh"} & set(output(console).split())
+
+
+def test_amounts_have_the_prefix_that_suits() -> None:
+    told = [metric_text(amount, "W") for amount in (0, 0.0042, 250, 999.9, 1000, 12_345, 4e7)]
+    assert told == ["0 W", "0.0042 W", "250 W", "1 kW", "1 kW", "12.3 kW", "40 MW"]
 
 
 def test_status_of_an_empty_run() -> None:

@@ -1,11 +1,13 @@
-"""Time of members, by which a run's cost is reckoned: from joining to leaving, through rounds and restarts."""
+"""Time and energy of members, by which a run's cost is reckoned: from joining to leaving, through restarts."""
 
 from __future__ import annotations
 
-from tests.swarm.coordinator.world import CPU, World, run_file
+import pytest
+from tests.swarm.coordinator.world import CPU, Worker, World, run_file
 
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.run_file import CostSection
+from shoal.swarm.protocol.types import MAX_DEVICE_W, DeviceUse, MemberStatus
 
 PRICED = run_file().model_copy(update={"cost": CostSection(prices={CPU.name: 3600.0}, currency="EUR")})
 """A second costs one."""
@@ -90,3 +92,81 @@ def test_a_clock_that_goes_back_or_far_ahead_adds_nothing_absurd() -> None:
     assert member.present_s == counted_s
     member.count_time(1e12)
     assert member.present_s == 1e9
+
+
+# Energy -----------------------------------------------------------------------------------------------------
+
+
+def reads(world: World, worker: Worker, energy_j: float) -> None:
+    """The worker's GPU has taken so much since its process began."""
+    world.beat(worker, use=DeviceUse(cpu=0.5, memory_used_bytes=1, power_w=300.0, energy_j=energy_j))
+
+
+def told(world: World, worker: Worker) -> MemberStatus:
+    return next(one for one in status(world).members if one.peer == worker.peer)
+
+
+def test_energy_is_counted_by_round_from_the_first_reading_on() -> None:
+    world = World(PRICED, 3)
+    one, two, _ = world.workers[:3]
+    assert told(world, one).energy_j is None
+    reads(world, one, 500.0)
+    reads(world, two, 0.0)
+    assert told(world, one).energy_j == 0.0
+    rounds(world, 1)
+    reads(world, one, 2500.0)
+    reads(world, two, 100.0)
+    assert status(world).costs.round_energy_j == 0.0
+    rounds(world, 2)
+    costs = status(world).costs
+    assert (costs.energy_j, costs.round_energy_j, costs.metered_members) == (2100.0, 2100.0, 2)
+    reads(world, one, 2600.0)
+    assert told(world, one).energy_j == 2100.0
+    assert told(world, one).round_energy_j == 2000.0
+    rounds(world, 3)
+    assert status(world).costs.round_energy_j == 100.0
+    timings = world.scope.timings.since(0)
+    assert [one.energy_j for one in timings] == [0.0, 2100.0, 100.0]
+    assert timings[-1].cost == status(world).costs.round_cost
+
+
+def test_energy_outlives_the_host_the_member_and_its_process() -> None:
+    world = World(PRICED, 3)
+    one = world.workers[0]
+    rounds(world, 1)
+    reads(world, one, 0.0)
+    world.tick(1.0)
+    reads(world, one, 700.0)
+    rounds(world, 2)
+    world.restart()
+    assert told(world, one).energy_j == 700.0
+    reads(world, one, 5000.0)  # nobody counted while no host was there
+    assert told(world, one).energy_j == 700.0
+    world.tick(1.0)
+    reads(world, one, 5050.0)
+    assert told(world, one).energy_j == 750.0
+    world.leave(one)
+    rounds(world, 4)
+    world.join(one)
+    reads(world, one, 0.0)
+    world.tick(1.0)
+    reads(world, one, 9.0)
+    assert told(world, one).energy_j == 759.0
+
+
+def test_a_liar_s_energy_is_bounded_by_its_time_and_is_nobody_else_s() -> None:
+    world = World(PRICED, 3)
+    one, two, _ = world.workers[:3]
+    rounds(world, 1)
+    for worker in (one, two):
+        reads(world, worker, 0.0)
+    began_s = world.now_s
+    reads(world, one, 1e15)
+    world.tick(0.25)
+    reads(world, one, 0.0)
+    reads(world, one, 1e15)
+    reads(world, two, 10.0)
+    assert told(world, one).energy_j <= MAX_DEVICE_W * (world.now_s - began_s)
+    assert told(world, two).energy_j == 10.0
+    with pytest.raises(ValueError, match="power_w"):
+        DeviceUse(cpu=0.5, memory_used_bytes=1, power_w=2 * MAX_DEVICE_W)

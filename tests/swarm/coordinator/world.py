@@ -187,7 +187,7 @@ def journaled(scope: RoundScope) -> dict[str, Any]:
             peer: (
                 (one.entry, one.device, one.alive, one.left, one.trouble),
                 (one.tokens_committed, one.barred_rounds, one.failures),
-                (one.present_s, one.open_s, one.round_s),
+                (one.present_s, one.open_s, one.round_s, one.energy_j, one.round_energy_j),
                 (one.credit, one.credit_rounds, one.has_credit),
                 (one.rounds_committed, one.pace_tps, one.missed, one.absences, one.out_until),
                 (

@@ -8,7 +8,9 @@ import pytest
 from tests.swarm.web.samples import DEVICE, RUN, crowd, full_status, member, status, verdict
 
 from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.costs import run_costs
 from shoal.swarm.protocol.evaluations import ClaimedLoss, EvaluationStatus, HeldOutFigure
+from shoal.swarm.protocol.types import DeviceUse
 from shoal.swarm.web.metrics import METRICS, NAMED_MEMBERS, Readings, exposition, label_text
 from shoal.swarm.web.run_metrics import CommittedRoundFacts, HostFacts, named_members, run_readings
 
@@ -62,6 +64,21 @@ def test_a_scrape_says_what_the_status_says() -> None:
     assert read["shoal_backup_behind_seconds", "reef"] == 12
     assert read["shoal_disk_free_bytes", "reef", "host"] == 10**9
     assert ("shoal_target_tokens", "reef") not in read  # this run ends after rounds
+
+
+def test_energy_is_each_member_s_word_and_absent_where_nothing_measures_it() -> None:
+    use = DeviceUse(cpu=0.5, memory_used_bytes=1, gpu=0.75, power_w=310.5)
+    told = status([member(1, use=use, energy_j=5e6), member(2)])
+    told = told.model_copy(update={"costs": run_costs(RUN.cost, told.members, 400)})
+    read = scraped(run_readings(RUN, told, HostFacts()))
+    assert read["shoal_member_power_watts", "reef", member(1).peer] == 310.5
+    assert read["shoal_member_energy_joules_total", "reef", member(1).peer] == 5e6
+    assert read["shoal_member_gpu_busy_ratio", "reef", member(1).peer] == 0.75
+    assert read["shoal_energy_joules", "reef"] == 5e6
+    assert read["shoal_token_energy_joules", "reef"] == 5e6 / 400
+    assert not [labels for name, *labels in read if "member_power" in name and member(2).peer in labels]
+    nobody = {name for name, *_ in scraped(run_readings(RUN, status([member(2)]), HostFacts()))}
+    assert not [name for name in nobody if "joules" in name or "watts" in name]
 
 
 def test_what_is_not_known_is_absent_and_not_zero() -> None:
