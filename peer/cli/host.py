@@ -588,8 +588,9 @@ async def _publishing(service: CoordinatorService, invite: Invite, place: Place,
     async def make_page(stopped: bool) -> Mapping[str, bytes]:
         status = await page.status()
         first = max(copy.next_round, status.round - _MOST_COPIED_ROUNDS)
+        timings = await page.timings(first)
         while verdicts := await page.verdicts(first, _ROUNDS_A_READ):
-            copy.take(verdicts)
+            copy.take(verdicts, timings)
             first = copy.next_round
         renewed_s = None if stopped or status.phase == "ended" else RENEW_S
         return await in_thread(copy.files, page.run_file(), status, time.time(), renewed_s)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from shoal.peer.cli.host import RUN_FILE, hosted_status, hosted_verdicts, is_host_folder
 from shoal.peer.directory.card_writer import write_files
@@ -16,12 +17,15 @@ from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.protocol.invite import Invite, invite_text
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
+    CoordinatorToPeerTimings,
     CoordinatorToPeerVerdicts,
     PeerToCoordinatorGetStatus,
+    PeerToCoordinatorGetTimings,
     PeerToCoordinatorGetVerdicts,
 )
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile, load_run_file
+from shoal.swarm.protocol.timing import MAX_TIMINGS, RoundTiming
 from shoal.swarm.system import run_loop
 from shoal.swarm.web.files import PageCopy
 
@@ -32,18 +36,27 @@ def copy_page(source: str, out: str) -> str:
     if Place(out).scheme in ("http", "https"):
         raise UserError(f"--out {out}: nothing can be written over http: name a folder of the web server")
     text = invite_text(source)
-    run, status, verdicts = run_loop(_ask(Invite.parse(text))) if text.startswith("shoal://") else _read(Path(text))
+    seen = run_loop(_ask(Invite.parse(text))) if text.startswith("shoal://") else _read(Path(text))
     copy = PageCopy()
-    copy.take(verdicts)
-    write_files(Place(out), copy.files(run, status, time.time()))
+    copy.take(seen.verdicts, seen.timings)
+    write_files(Place(out), copy.files(seen.run, seen.status, time.time()))
     return f"{out.rstrip('/')}/index.html"
 
 
-def _read(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verdict]]:
+class _SeenRun(NamedTuple):
+    """``timings``: of the last rounds, which a running host remembers."""
+
+    run: RunFile
+    status: CoordinatorToPeerStatus
+    verdicts: Sequence[Verdict]
+    timings: Sequence[RoundTiming] = ()
+
+
+def _read(folder: Path) -> _SeenRun:
     """Read a host's folder, which its host may be using."""
     run, status = kept_status(folder)
     _, verdicts = hosted_verdicts(folder, has_stages=run.pipeline is not None)
-    return run, status, verdicts
+    return _SeenRun(run, status, verdicts)
 
 
 def kept_status(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus]:
@@ -62,7 +75,7 @@ def kept_status(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus]:
     return run, status.model_copy(update={"members": members, "outlook": ""})
 
 
-async def _ask(invite: Invite) -> tuple[RunFile, CoordinatorToPeerStatus, Sequence[Verdict]]:
+async def _ask(invite: Invite) -> _SeenRun:
     async with observe(invite) as client:
         pipeline = client.view.pipeline
         stage = len(pipeline.boundaries) - 2 if pipeline else None  # the last one's rounds have the loss
@@ -73,4 +86,7 @@ async def _ask(invite: Invite) -> tuple[RunFile, CoordinatorToPeerStatus, Sequen
             verdicts += page.verdicts
             if not page.more or not page.verdicts:
                 break
-        return client.run_now, await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus), verdicts
+        first = max(0, len(verdicts) - MAX_TIMINGS)
+        timed = await client.ask(PeerToCoordinatorGetTimings(first=first), CoordinatorToPeerTimings)
+        status = await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
+        return _SeenRun(client.run_now, status, verdicts, timed.rounds)

@@ -16,14 +16,16 @@ from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.timing import RoundTiming
+from shoal.swarm.protocol.types import WORK_PHASES
 
 COLUMNS = (
     *("round", "state", "ended_s", "tokens", "tokens_total", "loss", "members"),
     *("sent_bytes", "parts", "void", "version", "reason"),
-    *("work_s", "gather_s", "exchange_s", "waited_for", "waited_s", "why"),
+    *("work_s", "gather_s", "exchange_s", "phases", "cost", "energy_j", "waited_for", "waited_s", "why"),
 )
 """Columns of ``RoundHistory``. ``state``: committed, aborted or undone; ``version``: of the anchor after the round;
-the last ones: where the round's time went, and for whom the others waited, null where that is not known any more."""
+the last ones: where the round's time went, the members' mean seconds by phase in the order of ``WORK_PHASES``, what it
+cost, and for whom the others waited, null where that is not known any more."""
 
 _MAX_REASON = 200
 _WRITTEN = frozenset({"name", "kind", "activity", "left", "trouble", "wall"})
@@ -198,12 +200,14 @@ def _row(verdict: Verdict) -> list[Any]:
 
 def _timed(timing: RoundTiming | None) -> list[Any]:
     if timing is None:
-        return [None] * 6
+        return [None] * 9
+    mean = None if timing.mean is None else [round(timing.mean.of(phase), 2) for phase in WORK_PHASES]
     seconds = [round(one, 3) for one in (timing.work_s, timing.gather_s, timing.exchange_s)]
+    known = [*seconds, mean, timing.cost, timing.energy_j]
     path = timing.path
     if path is None:
-        return [*seconds, None, None, ""]
-    return [*seconds, path.peer, round(path.extra_s, 3), without_addresses(path.text)[:_MAX_REASON]]
+        return [*known, None, None, ""]
+    return [*known, path.peer, round(path.extra_s, 3), without_addresses(path.text)[:_MAX_REASON]]
 
 
 def round_detail(verdict: Verdict) -> dict[str, Any]:

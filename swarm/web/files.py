@@ -10,6 +10,7 @@ from typing import Any
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.timing import RoundTiming
 from shoal.swarm.web.documents import RoundHistory, facts, public_status, round_detail
 from shoal.swarm.web.feed import encode
 
@@ -20,6 +21,7 @@ STATIC_FILES = {
     "format.js": "text/javascript",
     "charts.js": "text/javascript",
     "cards.js": "text/javascript",
+    "members.js": "text/javascript",
     "page.js": "text/javascript",
     "icon.svg": "image/svg+xml",
     "vendor/uPlot.js": "text/javascript",
@@ -55,8 +57,8 @@ class PageCopy:
         """The first round that is not here yet."""
         return self._history.next_round
 
-    def take(self, verdicts: Sequence[Verdict]) -> None:
-        """Append verdicts, oldest first; those of rounds that are here already are left out."""
+    def take(self, verdicts: Sequence[Verdict], timings: Sequence[RoundTiming] = ()) -> None:
+        """Append verdicts, oldest first, with the timings of some of them; rounds that are here already are left out."""
         for detail in [round_detail(one) for one in verdicts if one.round >= self.next_round][-_MOST_DETAILS:]:
             if len(self._details) == _MOST_DETAILS:
                 self._forget_detail()
@@ -64,7 +66,7 @@ class PageCopy:
             self._detailed_members += len(detail["members"])
             while self._detailed_members > _MOST_DETAILED_MEMBERS:
                 self._forget_detail()
-        self._history.take(verdicts)
+        self._history.take(verdicts, timings)
         if self._most_rounds is not None:
             del self._history.rows[: -self._most_rounds]
 

@@ -2,7 +2,7 @@
 // Cards of the page that need nothing but what they are given: runs of a host, where the time goes, the model's texts.
 
 const cards = (() => {
-  const { $, make, fill, write, track, parts } = dom;
+  const { $, make, fill, write, pairs, track, parts } = dom;
   const PHASES = ["compute", "data", "packing", "exchange", "waiting", "applying", "checkpoint"];
   const seconds = (value) => (value < 10 ? `${value.toFixed(1)} s` : format.duration(value));
 
@@ -54,6 +54,31 @@ const cards = (() => {
     $("time-path").title = path ? named(path.peer) : "";
   }
 
+  // What the run has cost, and what energy it took, as members say; nothing where nobody says anything.
+  function costs(told) {
+    const isPriced = told.cost != null || told.provider_cost != null;
+    $("costs-card").hidden = !isPriced && told.energy_j == null;
+    if ($("costs-card").hidden) return;
+    const of = (some) => (some < told.members ? `${some} of ${format.many(told.members, "member")} say` : "as members say");
+    const money = (amount) => format.money(amount, told.currency);
+    const entries = [];
+    if (told.cost != null) entries.push(["the run", `${money(told.cost)}, ${of(told.priced_members)}`]);
+    if (told.round_cost != null) entries.push(["the last round", money(told.round_cost)]);
+    if (told.million_tokens_cost != null) entries.push(["a million tokens", money(told.million_tokens_cost)]);
+    if (told.provider_cost != null) {
+      const left = told.provider_unlisted_device_s;
+      entries.push([told.provider ? `at ${told.provider}'s prices` : "at the run file's prices", `${money(told.provider_cost)}${left ? `, without ${format.duration(left)} of devices that it does not list` : ""}`]);
+    }
+    pairs($("costs"), entries);
+    const energy = [];
+    if (told.energy_j != null) energy.push(["the run", `${format.energy(told.energy_j)}, ${of(told.metered_members)}`]);
+    if (told.round_energy_j != null) energy.push(["the last round", format.energy(told.round_energy_j)]);
+    if (told.token_energy_j != null) energy.push(["a token", format.energy(told.token_energy_j)]);
+    $("cost-part").hidden = !entries.length;
+    $("energy-part").hidden = !energy.length;
+    pairs($("energy"), energy);
+  }
+
   // What the model writes after each prompt, by version, with a chooser. The newest is shown until another is chosen.
   let chosen = null, told = "";
 
@@ -86,5 +111,5 @@ const cards = (() => {
     }));
   }
 
-  return { PHASES, progress, runs, time, texts, seconds };
+  return { PHASES, progress, runs, time, costs, texts, seconds };
 })();

@@ -3,17 +3,13 @@
 
 (() => {
   const copy = window.shoalCopy || null;
-  const SHOWN_MEMBERS = 100;
   const { $, write, make, fill, pairs, bar, track, parts } = dom;
 
   let facts = null, status = null, rounds = null;
-  let runName = null, loading = false, chosenRound = null, showAll = false, byTime = false;
-  const rows = new Map();
+  let runName = null, loading = false, chosenRound = null, byTime = false;
+  let names = new Map(), table = null;
 
-  const named = (peer) => {
-    const member = status && status.members.find((one) => one.peer === peer);
-    return member ? `${member.name} ${peer.slice(0, 8)}` : peer.slice(0, 8);
-  };
+  const named = (peer) => (names.has(peer) ? `${names.get(peer)} ${peer.slice(0, 8)}` : peer.slice(0, 8));
 
   // What is asked ------------------------------------------------------------------------------------------
 
@@ -57,7 +53,7 @@
     if (status && status.run_hash !== next.run_hash) { location.reload(); return; } // another run of this name
     status = next;
     if (undone) rounds = null;
-    draw();
+    drawSoon();
     if (!rounds || (rounds.round[rounds.round.length - 1] ?? -1) + 1 < status.next_round) loadRounds();
   }
 
@@ -66,7 +62,7 @@
     try {
       facts = await get(at("run.json"));
       drawFacts();
-      draw();
+      drawSoon();
     } catch (error) {
       if (status) status.facts = ""; // again with the next status
     }
@@ -115,8 +111,22 @@
 
   // What is shown ------------------------------------------------------------------------------------------
 
+  let isDue = false;
+
+  // Once a frame at most, and not while nobody sees it.
+  function drawSoon() {
+    if (isDue) return;
+    isDue = true;
+    requestAnimationFrame(() => {
+      isDue = false;
+      draw();
+      requestAnimationFrame(drawMembers); // in a frame of its own
+    });
+  }
+
   function draw() {
     if (!status || !facts) return;
+    names = new Map(status.members.map((one) => [one.peer, one.name]));
     const here = status.members.filter((one) => one.alive);
     const phase = $("phase");
     phase.className = `pill ${status.phase}`;
@@ -125,10 +135,10 @@
     drawTiles(here);
     drawOwn();
     drawStages();
-    drawMembers();
     drawBytes();
     drawEvaluations();
     cards.time(status, named);
+    cards.costs(status.costs);
     cards.texts(status);
     write($("chain"), `chain ${status.chain} · run ${status.run_hash}`);
   }
@@ -212,67 +222,12 @@
     }));
   }
 
-  const reach = (one) => {
-    if (one.wall) return "cannot take part";
-    const kinds = {};
-    for (const path of one.paths) kinds[path.kind] = (kinds[path.kind] || 0) + 1;
-    const words = Object.entries(kinds).sort().map(([kind, number]) => `${number} ${kind}`).join(", ");
-    return words || (one.reachable ? "public" : one.relayed ? "relayed" : "unreachable");
-  };
-
-  function cells(one) {
-    const doing = one.alive ? one.activity + (one.synced ? "" : ", no state yet") : one.left || "gone";
-    const spent = one.times && cards.PHASES.reduce((sum, phase) => sum + one.times[phase], 0);
-    return [
-      one.device.name, doing, ...(status.stages.length ? [one.stages ? (one.stages[0] === one.stages[1] ? String(one.stages[0]) : one.stages.join(" to ")) : "–"] : []),
-      one.alive ? format.count(one.tokens_per_s) : "–", one.alive && spent ? format.percent(one.times.compute / spent) : "–", format.percent(one.share), format.loss(one.loss),
-      format.bytes(one.bytes_sent), format.bytes(one.bytes_received), reach(one),
-    ];
-  }
-
-  function newRow(one, width) {
-    const row = make("tr");
-    row.dataset.peer = one.peer;
-    const who = make("td");
-    who.append(make("b", one.name), " ", make("span", one.peer.slice(0, 8), "id"));
-    who.title = `${one.name} ${one.peer}`;
-    row.append(who);
-    const staged = width > 9;
-    for (let number = 0; number < width; number += 1) {
-      const isFigure = number >= (staged ? 3 : 2) && number < width - 1;
-      row.append(make("td", "", isFigure ? "num" : ""));
-    }
-    return row;
-  }
-
   function drawMembers() {
-    const ordered = [...status.members].sort((one, two) => two.alive - one.alive || two.share - one.share || one.name.localeCompare(two.name) || one.peer.localeCompare(two.peer));
-    const shown = showAll ? ordered : ordered.slice(0, SHOWN_MEMBERS);
+    const here = status.members.filter((one) => one.alive);
     const mine = new URLSearchParams(location.hash.slice(1)).get("peer") || facts.own_peer;
-    const body = document.querySelector("#members-table tbody");
-    const wanted = new Set(shown.map((one) => one.peer));
-    for (const [peer, row] of rows) if (!wanted.has(peer)) { row.remove(); rows.delete(peer); }
-    let place = body.firstElementChild;
-    for (const one of shown) {
-      const texts = cells(one);
-      let row = rows.get(one.peer);
-      if (row && row.children.length !== texts.length + 1) { if (place === row) place = row.nextElementSibling; row.remove(); row = null; }
-      if (!row) { row = newRow(one, texts.length); rows.set(one.peer, row); }
-      write(row.firstElementChild.firstElementChild, one.name);
-      texts.forEach((text, number) => write(row.children[number + 1], text));
-      const trouble = one.wall || one.trouble;
-      const doing = row.children[2];
-      if (doing.title !== trouble) doing.title = trouble;
-      const kind = `${one.alive ? "" : "gone"} ${mine && one.peer.startsWith(mine) ? "mine" : ""}`.trim();
-      if (row.className !== kind) row.className = kind;
-      if (row === place) place = row.nextElementSibling; else body.insertBefore(row, place);
-    }
-    const here = status.members.filter((one) => one.alive).length;
-    write($("members-count"), `${here} here, ${status.members.length} in all`);
+    table.set(status.members, status.stages.length > 0, mine);
+    write($("members-count"), `${here.length} here, ${status.members.length} in all`);
     $("nobody").hidden = status.members.length > 0;
-    const more = $("more");
-    more.hidden = ordered.length <= SHOWN_MEMBERS;
-    write(more, showAll ? `Show the first ${SHOWN_MEMBERS}` : `Show all ${ordered.length}`);
   }
 
   function drawBytes() {
@@ -338,10 +293,14 @@
     const entries = [["loss", format.loss(rounds.loss[index])], ["tokens", format.count(rounds.tokens[index])], ["members", String(rounds.members[index])],
       ["sent", format.bytes(rounds.sent_bytes[index])], ["since the one before", index ? format.duration(rounds.ended_s[index] - rounds.ended_s[index - 1]) : "–"],
       ["parts", rounds.void[index] ? `${rounds.void[index]} of ${rounds.parts[index]} void` : String(rounds.parts[index])]];
+    if (rounds.cost[index] != null) entries.push(["cost", format.money(rounds.cost[index], status.costs.currency)]);
+    if (rounds.energy_j[index] != null) entries.push(["energy", format.energy(rounds.energy_j[index])]);
     pairs($("round-figures"), entries);
     const spent = [["compute", rounds.work_s[index], "training"], ["waiting", rounds.gather_s[index], "gathering"], ["exchange", rounds.exchange_s[index], "averaging"]];
     const known = spent.filter(([, value]) => value != null).map(([phase, value, words]) => [phase, value, `${words} ${cards.seconds(value)}`]);
-    fill($("round-time"), ...(known.length ? parts(known) : []));
+    const spans = rounds.phases[index] && cards.PHASES.map((phase, place) => [phase, rounds.phases[index][place]]);
+    const account = spans ? spans.map(([phase, value]) => [phase, value, `${phase} ${cards.seconds(value)}`]) : [];
+    fill($("round-time"), ...(known.length ? parts(known) : []), ...(spans ? [make("h3", "Its members, by their own account"), ...parts(account)] : []));
     const why = [rounds.reason[index], rounds.why[index]].filter((words) => words).join(" · ");
     write($("round-why"), why || "\u00a0");
     $("round-why").className = rounds.state[index] === "committed" ? "" : "warn";
@@ -401,6 +360,7 @@
       told("a copy");
       $("link").classList.remove("lost");
       draw();
+      drawMembers();
       drawRounds();
     } else {
       follow();
@@ -457,8 +417,8 @@
     strip = new charts.Strip($("strip"), choose);
     $("by-tokens").onclick = () => choseAxis(false);
     $("by-time").onclick = () => choseAxis(true);
-    $("more").onclick = () => { showAll = !showAll; drawMembers(); };
-    window.addEventListener("hashchange", draw);
+    table = new members.Table($("members-table"), $("more"));
+    window.addEventListener("hashchange", () => { if (status && facts) drawSoon(); });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { lossChart.make(); speedChart.make(); strip.draw(); });
     start();
   });

@@ -17,7 +17,7 @@ from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.timing import RoundTiming
-from shoal.swarm.protocol.types import PhaseTimes
+from shoal.swarm.protocol.types import CostStatus, PhaseTimes
 from shoal.swarm.web.metrics import Reading
 from shoal.swarm.web.server import PageServer
 
@@ -64,6 +64,7 @@ class ShownRun:
         card = RUN.card.model_copy(update={"title": f"{name} {HOSTILE}", "purpose": HOSTILE})
         self.run = RUN.model_copy(update={"run": run, "card": card})
         self.rounds = rounds
+        self.costs = CostStatus()
         self.members = [member(number, name=HOSTILE, activity=HOSTILE[:32], trouble=HOSTILE) for number in range(3)]
         self.members[1] = member(1, name="W" * 64, times=PhaseTimes(compute=3.0, waiting=1.0))
 
@@ -83,13 +84,16 @@ class ShownRun:
             utilisation=0.75 if self.rounds else None,
             goodput=0.96,
             warning=HOSTILE,
+            costs=self.costs,
         )
 
     async def verdicts(self, first: int, limit: int) -> Sequence[Verdict]:
         return [verdict(number, number + 1) for number in range(first, self.rounds)][:limit]
 
     async def timings(self, first: int) -> Sequence[RoundTiming]:
-        return [timing(number, late=1, text=HOSTILE) for number in range(first, self.rounds)]
+        spent = {"mean": PhaseTimes(compute=3.0, packing=1.0), "cost": 0.0042, "energy_j": 90_000.0}
+        timed = [timing(number, late=1, text=HOSTILE) for number in range(first, self.rounds)]
+        return [one.model_copy(update=spent) for one in timed]
 
     async def readings(self) -> Sequence[Reading]:
         return []
@@ -161,6 +165,8 @@ def test_values_are_shown_and_strangers_text_stays_text(browser: Any, serve: Any
     seen.until_text("#round-detail", "Round 0 ")
     seen.until_text("#round-members", "%")
     assert "training 12 s" in seen.text("#round-time")
+    assert "compute 3.0 s packing 1.0 s" in " ".join(seen.text("#round-time").split())
+    assert "cost 0.0042 USD energy 25 Wh" in " ".join(seen.text("#round-figures").split())
 
     # An amendment is there without a new visit.
     run.run = run.run.model_copy(update={"card": run.run.card.model_copy(update={"title": "Another title"})})
@@ -211,5 +217,72 @@ def test_several_runs_have_a_card_each(browser: Any, serve: Any) -> None:
     assert "atoll" in seen.text("#subtitle")
     seen.page.click("#all-runs")
     seen.until_text("#runs-list", "reef")
+    assert seen.wrong == []
+    seen.page.close()
+
+
+HOSTILE_COSTS = CostStatus.model_construct(
+    currency=HOSTILE,
+    members=3,
+    priced_members=2,
+    cost=1e30,
+    round_cost=0.0,
+    million_tokens_cost=0.0042,
+    provider=HOSTILE,
+    provider_cost=1234.5,
+    provider_unlisted_device_s=7200.0,
+    metered_members=1,
+    energy_j=1e18,
+    round_energy_j=90_000.0,
+    token_energy_j=0.25,
+)
+
+
+def test_costs_are_shown_where_there_are_any(browser: Any, serve: Any) -> None:
+    run = ShownRun("reef")
+    seen = Watched(browser, serve(run), viewport={"width": 360, "height": 740})
+    seen.until_text("#round-detail", "Round 19")
+    assert not seen.page.is_visible("#costs-card")
+    run.costs = CostStatus(members=3, metered_members=3, energy_j=4.5e6)
+    seen.until_text("#energy", "1.25 kWh, as members say")
+    assert not seen.page.is_visible("#cost-part")
+    run.costs = HOSTILE_COSTS
+    seen.until_text("#costs", "1.00e+30")
+    costs, energy = (" ".join(seen.text(f"#{name}").split()) for name in ("costs", "energy"))
+    assert f"the run 1.00e+30 {SHOWN}, 2 of 3 members say the last round 0.00 {SHOWN}" in costs
+    assert f"a million tokens 0.0042 {SHOWN} at {SHOWN}'s prices 1,234.50 {SHOWN}, without 2 h 00 min" in costs
+    assert energy == "the run 278 TWh, 1 of 3 members say the last round 25 Wh a token 0.25 J"
+    assert seen.page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
+    assert seen.page.locator("main img").count() == 0
+    assert seen.wrong == []
+    seen.page.close()
+
+
+def test_of_a_thousand_members_those_on_the_screen_are_elements(browser: Any, serve: Any) -> None:
+    run = ShownRun("reef", 3)
+    run.members = [member(number, share=1 / (number + 2)) for number in range(1000)]
+    seen = Watched(browser, serve(run))
+    rows = "#members-table tr td:first-child b"
+    seen.until_text("#more", "Show all 1000")
+    height = "() => document.querySelector('#members-table').offsetHeight"
+    assert abs(seen.page.evaluate(height) - 101 * 31) <= 2
+    seen.page.click("#more")
+    assert abs(seen.page.evaluate(height) - 1001 * 31) <= 2
+    for name in ("member-999", "member-500", "member-0"):
+        number = int(name.removeprefix("member-"))
+        top = "document.querySelector('#members-table').getBoundingClientRect().top"
+        seen.page.evaluate(f"y => window.scrollBy(0, {top} + y)", 31 * number)
+        there = f"() => [...document.querySelectorAll({rows!r})].some(one => one.textContent === {name!r})"
+        seen.until(name, there)
+        assert seen.page.evaluate(f"() => document.querySelectorAll({rows!r}).length") < 60
+        box = seen.page.locator(rows, has_text=name).first.bounding_box()
+        assert box is not None
+        assert 0 <= box["y"] <= 720, "where it would be if all rows were there"
+    # Values change where one looks, and who goes is gone there.
+    run.members = [one.model_copy(update={"loss": 1.125}) for one in run.members[:-1]]
+    seen.until("a new value", "() => document.querySelector('#members-table').textContent.includes('1.1250')")
+    seen.until_text("#members-count", "999 in all")
+    seen.page.click("#more")
+    assert abs(seen.page.evaluate(height) - 101 * 31) <= 2
     assert seen.wrong == []
     seen.page.close()

@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from tests.swarm.web.samples import RUN, status, verdict
+from tests.swarm.web.samples import RUN, status, timing, verdict
 
+from shoal.swarm.protocol.types import PhaseTimes
 from shoal.swarm.web import files
 from shoal.swarm.web.files import STATIC_FILES, PageCopy
 
@@ -29,6 +30,17 @@ def test_the_page_itself_is_the_last_file() -> None:
     assert told["rounds"]["round"] == [0, 1]
     assert set(told["details"]) == {"0", "1"}
     assert (told["made_s"], told["renewed_s"]) == (1.0e9, 600.0)
+
+
+def test_a_copy_has_the_timings_that_are_known() -> None:
+    copy = PageCopy()
+    known = timing(1, late=2, text="late").model_copy(update={"cost": 0.25, "mean": PhaseTimes(compute=3.0)})
+    copy.take([verdict(0, 1), verdict(1, 2)], [known])
+    told = content(copy.files(RUN, status(), 1.0e9))["rounds"]
+    assert told["work_s"] == [None, 12.0]
+    assert told["cost"] == [None, 0.25]
+    assert told["phases"] == [None, [3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
+    assert told["why"] == [None, "late"]
 
 
 def test_a_long_run_has_a_bounded_copy(monkeypatch: pytest.MonkeyPatch) -> None:
