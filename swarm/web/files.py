@@ -58,7 +58,7 @@ class PageCopy:
         return self._history.next_round
 
     def take(self, verdicts: Sequence[Verdict], timings: Sequence[RoundTiming] = ()) -> None:
-        """Append verdicts, oldest first, with the timings of some of them; rounds that are here already are left out."""
+        """Append verdicts, oldest first, with some of their timings; those of rounds that are here are left out."""
         for detail in [round_detail(one) for one in verdicts if one.round >= self.next_round][-_MOST_DETAILS:]:
             if len(self._details) == _MOST_DETAILS:
                 self._forget_detail()
