@@ -285,6 +285,15 @@ HOST_EVENTS: Mapping[str, EventKind] = {
             "undone": "samples that were trained on again because their round was undone",
         },
     ),
+    "rounds_too_short": EventKind(
+        "rounds get far more tokens than `round.tokens`, as the shortest possible one takes longer than that",
+        {
+            "wanted": "`round.tokens`",
+            "tokens": "tokens of a round",
+            "least_s": "time from the announcement of a round's end to the end, in seconds",
+            "advised": "a value of `round.tokens` that a round can keep to",
+        },
+    ),
     "run_ended": EventKind(
         "the run has all that its file asks for",
         {"rounds": "committed rounds", "tokens": "committed tokens", "loss": "loss of the newest round, in nats"},

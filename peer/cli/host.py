@@ -21,6 +21,7 @@ import zmq
 
 from shoal.peer.cli.host_events import describe_event
 from shoal.peer.cli.last_model import MODEL_FILE, LastModel, keeps_model
+from shoal.peer.cli.short_rounds import ShortRounds
 from shoal.peer.cli.standby import MOST_COORDINATORS, SharedHosting, SharedPlace
 from shoal.peer.cli.supervisor import Restarts
 from shoal.peer.data_places import NOWHERE, DataPlaces
@@ -43,7 +44,7 @@ from shoal.peer.relay.host_relays import HostRelays
 from shoal.peer.relay.process import RELAY_IDENTITY_FILE, RelayProcess
 from shoal.swarm import durable
 from shoal.swarm.aio import Changes, in_thread, task_scope
-from shoal.swarm.coordinator.events import JournalEvent
+from shoal.swarm.coordinator.events import JournalEvent, VerdictGiven
 from shoal.swarm.coordinator.front import CoordinatorFront
 from shoal.swarm.coordinator.host_commands import replayed
 from shoal.swarm.coordinator.journal import Journal
@@ -453,7 +454,12 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[Journal, int]
         event = describe_event(decided)
         if event is not None:
             shared.on_event(event | {"run": one.name})
+        if isinstance(decided, VerdictGiven) and decided.verdict.committed:
+            advice = short_rounds.note(service.scope.run, decided.verdict.tokens)
+            if advice is not None:
+                shared.on_event(advice | {"run": one.name})
 
+    short_rounds = ShortRounds()
     options = shared.options
     text, run, state, identity, backup = one.text, one.run, one.state, one.identity, one.backup
     async with AsyncExitStack() as ending, shared.front.serving(text, run, identity, *leased) as service:

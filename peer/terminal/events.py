@@ -230,6 +230,15 @@ def _epochs_covered(event: Event) -> str:
     return "; ".join([f"{epochs}: all {samples:,} samples{each} committed once", ", ".join(again)]).removesuffix("; ")
 
 
+def _rounds_too_short(event: Event) -> str:
+    return (
+        f"WARNING: round.tokens is {event.get('wanted') or 0:,}, but the members train {event.get('tokens') or 0:,} "
+        f"before a round can end, {event.get('least_s') or 0:.1f} s after its end was announced: set it to "
+        f"{event.get('advised') or 0:,} or more, as by shoal amend {event.get('run', 'RUN')} "
+        f"round.tokens={event.get('advised') or 0}"
+    )
+
+
 def _run_ended(event: Event) -> str:
     done = f"{number_of(event.get('rounds') or 0, 'round')}, {count_text(event.get('tokens') or 0)} tokens"
     return (
@@ -299,6 +308,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
         f"made the invite {event.get('invite')} for a {event.get('role')}"
         + (f": {event['note']}" if event.get("note") else "")
     ),
+    "rounds_too_short": _rounds_too_short,
     "run_ended": _run_ended,
     "model_kept": _model_kept,
 }
