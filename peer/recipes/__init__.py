@@ -20,7 +20,7 @@ from shoal.peer.data_places import NOWHERE, DataPlaces
 from shoal.peer.recipes.packages import InstalledPackage, check_package, installed_package, plain_name, provider_of
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import RecipeError
-from shoal.swarm.protocol.field_errors import field_errors
+from shoal.swarm.protocol.field_errors import did_you_mean, field_errors
 from shoal.swarm.protocol.run_file import DataSection, RunFile
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def find_recipe(name: str) -> type[Recipe]:
     if name not in installed:
         raise RecipeError(
             f"recipe.name: {name!r} is not installed here (installed: {', '.join(sorted(installed))}); "
-            f"install the package that provides it, which the run's host can name, and join again"
+            f"install the package that provides it, which the run's host can name{did_you_mean(name, installed)}"
         )
     try:
         found: type[Recipe] = installed[name].load()

@@ -118,7 +118,9 @@ def find_files(kind: str, pattern: str, folders: Sequence[Path]) -> tuple[DataFi
                 raise CorpusError(f"{kind}:{pattern}: matches more than {MAX_FILES:,} files below {folder}")
     if not found:
         places = ", ".join(str(folder) for folder in folders)
-        raise CorpusError(f"{kind}:{pattern}: no file matches below {places}; check --data and ask the host")
+        raise CorpusError(
+            f"{kind}:{pattern}: no file matches below {places}: check --data, and data.source in the run file"
+        )
     return tuple(found[name] for name in sorted(found))
 
 

@@ -6,7 +6,8 @@ an unknown field and as a missing one, and says neither which names there are no
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -35,11 +36,19 @@ def field_errors(error: ValidationError, model: type[BaseModel], prefix: str = "
         words = _words(loc, model, unknown) if loc in unknown else problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "missing":
             words = "is missing"
+        elif problem["type"] == "literal_error":
+            words += did_you_mean(problem["input"], re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
         elif got and loc not in unknown:
             words += f" (got {repr(problem['input'])[:_MAX_SHOWN]})"
         field = ".".join(str(step) for step in ([prefix] if prefix else []) + list(loc))
         lines.append(f"{field}: {words}" if field else words)
     return [*lines, f"and {left_out} more"] if left_out > 0 else lines
+
+
+def did_you_mean(given: object, names: Iterable[str]) -> str:
+    """The end of a sentence that asks for the one of ``names`` that is close to what was given; empty if none is."""
+    close = difflib.get_close_matches(str(given)[:_MAX_NAME], sorted(names), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _words(loc: Sequence[int | str], model: type[BaseModel], unknown: dict[tuple[int | str, ...], str]) -> str:

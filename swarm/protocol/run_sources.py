@@ -11,6 +11,7 @@ import re
 from urllib.parse import urlsplit
 
 from shoal.swarm.protocol.addresses import parse_ip, reach_of
+from shoal.swarm.protocol.field_errors import did_you_mean
 
 SCHEMES = ("https", "s3", "gs", "hf")
 
@@ -48,7 +49,8 @@ def check_source(source: str) -> None:
     elif re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(:|//)", source):
         check_url(source)
     else:
-        raise ValueError(f"{_EXPECTED}, not {source!r}")
+        meant = did_you_mean(source.partition(":")[0], ("stdlib", "own", *_EXAMPLES, _SHARDS.removesuffix(":")))
+        raise ValueError(f"{_EXPECTED}, not {source!r}{meant}")
 
 
 def _check_names(kind: str, pattern: str) -> None:

@@ -15,7 +15,7 @@ from shoal.peer.data_places import DataPlaces
 from shoal.peer.recipes import load_recipe
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.errors import CorpusError, DeviceError, RecipeError, RunFileError
+from shoal.swarm.errors import CorpusError, DeviceError, RecipeError, RunFileError, ShoalError
 from shoal.swarm.protocol.pins import layout_digest
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
 
@@ -143,3 +143,23 @@ class TestHost:
         own = text.replace('"gpt"', '"own"')
         assert self.publish(own, tmp_path / "state")[1].pins is None
         assert not prepared
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong", "kind", "said"),
+    [
+        ('"gpt"', '"gtp"', RecipeError, "recipe.name: 'gtp' is not installed here .*; did you mean 'gpt'?"),
+        ("layers", "layer", RecipeError, r"recipe\.settings\.layer: no such field; did you mean 'layers'\?"),
+        ("heads = 2", "heads = 3", RecipeError, r"width: expected an even multiple of heads \(3"),
+        ("corpus.txt", "*.md", CorpusError, r"text:\*\.md: no file matches below .*: check --data, and data\.source"),
+        ("text:corpus.txt", "stdlb", RunFileError, r"data\.source: expected .*not 'stdlb'; did you mean 'stdlib'\?"),
+        ("text:", "txt:", RunFileError, r"data\.source: expected .*; did you mean 'text'\?"),
+    ],
+)
+def test_what_a_run_file_misspells_is_told_with_what_was_meant(
+    text: str, tmp_path: Path, given: str, wrong: str, kind: type[ShoalError], said: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text.replace(given, wrong, 1))
+    with pytest.raises(kind, match=said):
+        prepare(path, tmp_path / "out.toml", lambda words: None, DataPlaces((tmp_path,)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,6 +21,7 @@ class Outer(BaseModel):
     name: str
     settings: Inner
     many: list[Inner] = Field(default_factory=list)
+    kind: Literal["far", "near"] = "far"
 
 
 def errors(content: Any, **options: Any) -> list[str]:
@@ -42,6 +43,12 @@ def test_a_name_that_is_close_to_none_is_told_with_those_that_there_are() -> Non
 def test_fields_of_list_items_are_known_too() -> None:
     told = errors({"name": "a", "settings": {"layers": 1}, "many": [{"layers": 1, "widht": 2}]})
     assert told == ["many.0.widht: no such field; did you mean 'width'?"]
+
+
+def test_a_misspelt_choice_is_told_with_the_one_that_was_meant() -> None:
+    content = {"name": "a", "settings": {"layers": 1}}
+    assert errors(content | {"kind": "neer"}) == ["kind: Input should be 'far' or 'near'; did you mean 'near'?"]
+    assert errors(content | {"kind": "x"}) == ["kind: Input should be 'far' or 'near'"]
 
 
 def test_what_is_missing_is_missing() -> None:
