@@ -47,21 +47,34 @@ def _until(ports: Sequence[int], processes: Sequence[subprocess.Popen[bytes]], l
 class EtcdCluster:
     """Members of a cluster; ``signal`` and ``restart`` one of them by its number."""
 
-    def __init__(self, folder: Path, members: int = 3, extra: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        members: int = 3,
+        extra: Sequence[str] = (),
+        apart: Sequence[tuple[str, Sequence[str]]] = (),
+        client_scheme: str = "http",
+    ) -> None:
+        """``apart``: of each member that has a machine of its own the address, and the words before its command.
+        ``client_scheme``: ``https`` for clients by TLS, with the files named in ``extra``."""
         assert ETCD is not None
         ports = free_ports(2 * members)
         self.ports, peers = ports[:members], ports[members:]
-        cluster = ",".join(f"m{at}=http://127.0.0.1:{port}" for at, port in enumerate(peers))
+        hosts = [address for address, _ in apart] or ["127.0.0.1"] * members
+        before = [words for _, words in apart] or [()] * members
+        cluster = ",".join(f"m{at}=http://{hosts[at]}:{port}" for at, port in enumerate(peers))
+        self._places = [f"{host}:{port}" for host, port in zip(hosts, self.ports, strict=True)]
         self._log = folder / "etcd.log"
         self._commands = [
             [
-                *(ETCD, "--name", f"m{at}", "--data-dir", str(folder / f"m{at}")),
-                *("--listen-client-urls", f"http://127.0.0.1:{self.ports[at]}"),
-                *("--advertise-client-urls", f"http://127.0.0.1:{self.ports[at]}"),
-                *("--listen-peer-urls", f"http://127.0.0.1:{peers[at]}"),
-                *("--initial-advertise-peer-urls", f"http://127.0.0.1:{peers[at]}"),
+                *(*before[at], ETCD, "--name", f"m{at}", "--data-dir", str(folder / f"m{at}")),
+                *("--listen-client-urls", f"{client_scheme}://{hosts[at]}:{self.ports[at]}"),
+                *("--advertise-client-urls", f"{client_scheme}://{hosts[at]}:{self.ports[at]}"),
+                *("--listen-peer-urls", f"http://{hosts[at]}:{peers[at]}"),
+                *("--initial-advertise-peer-urls", f"http://{hosts[at]}:{peers[at]}"),
                 *("--initial-cluster", cluster, "--log-level", "error"),
                 *("--heartbeat-interval", "50", "--election-timeout", "500"),
+                "--pre-vote",
                 *extra,
             ]
             for at in range(members)
@@ -69,14 +82,15 @@ class EtcdCluster:
         self.processes: list[subprocess.Popen[bytes]] = []
         for at in range(members):
             self.processes.append(self._start(at))
-        _until(self.ports, self.processes, self._log)
+        if not apart:  # from elsewhere nobody sees those
+            _until(self.ports, self.processes, self._log)
 
     def _start(self, at: int) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             return subprocess.Popen(self._commands[at], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     def url(self, prefix: str = "shoal") -> str:
-        return f"etcd://{','.join(f'127.0.0.1:{port}' for port in self.ports)}/{prefix}"
+        return f"etcd://{','.join(self._places)}/{prefix}"
 
     def signal(self, at: int, number: signal.Signals) -> None:
         self.processes[at].send_signal(number)

@@ -60,7 +60,7 @@ class EtcdStore:
         self._prefix = f"{place.prefix}/{place.run}/"
         self._at = 0
         self._token = ""
-        self._lease, self._leader_revision = 0, 0
+        self._lease, self._leader_revision, self._ttl_s = 0, 0, 0.0
         self._revision = 0
         """The newest revision of the whole store that is known here."""
         self._has_said_why = False
@@ -113,10 +113,13 @@ class EtcdStore:
             self._revoke(lease)
             return None
         self._lease, self._leader_revision = lease, int(answer["header"]["revision"])
+        self._ttl_s = ttl_s
         return epoch
 
     def renew(self) -> None:
-        answer = self._call("lease/keepalive", {"ID": str(self._lease)}).get("result", {})
+        # Of three members one may hang, and the next one has to be asked before the lease ends.
+        within_s = min(_ANSWER_S, self._ttl_s / 4)
+        answer = self._call("lease/keepalive", {"ID": str(self._lease)}, within_s=within_s).get("result", {})
         if int(answer.get("TTL", 0)) <= 0:
             raise LeaseLost(f"{self.location}: the lease has ended")
 
@@ -194,8 +197,11 @@ class EtcdStore:
             named = {"name": self._place.user, "password": self._place.password}
             self._token = str(self._call("auth/authenticate", named, renewing=True).get("token", ""))
 
-    def _call(self, what: str, message: Mapping[str, Any], *, renewing: bool = False) -> dict[str, Any]:
-        """Ask one endpoint after the other until one answers. Raises ``JournalUnavailable`` when none does."""
+    def _call(
+        self, what: str, message: Mapping[str, Any], *, renewing: bool = False, within_s: float = _ANSWER_S
+    ) -> dict[str, Any]:
+        """Ask one endpoint after the other until one answers, each for ``within_s``. Raises ``JournalUnavailable`` when
+        none does."""
         body = json.dumps(message).encode()
         troubles: list[str] = []
         give_up_s = time.monotonic() + _ANSWER_S
@@ -204,7 +210,15 @@ class EtcdStore:
             if number and time.monotonic() > give_up_s:
                 break
             try:
-                status, answer = self._send(at, what, body)
+                status, answer = self._send(at, what, body, within_s)
+            except ssl.SSLError as error:
+                if why := _tls_trouble(error):
+                    raise UserError(f"{self.location}: {why} ({error.reason or error})") from error
+                host, port = self._place.endpoints[at]
+                troubles.append(
+                    f"{host}:{port}: {error.reason or error}: does etcd speak TLS there, and want no ?cert=FILE?"
+                )
+                continue
             except (OSError, http.client.HTTPException, ValueError) as error:
                 host, port = self._place.endpoints[at]
                 troubles.append(f"{host}:{port}: {str(error) or type(error).__name__}")
@@ -217,6 +231,11 @@ class EtcdStore:
             if code == _UNAUTHENTICATED and self._place.user and not renewing:  # tokens end after some minutes
                 self._authenticate()
                 return self._call(what, message, renewing=True)
+            if "CommonName of client" in said:
+                raise UserError(
+                    f"{self.location}: beside users etcd takes no client certificate with a common name: "
+                    "make one without a common name for this machine"
+                )
             if code in (_INVALID, _DENIED, _UNAUTHENTICATED):
                 raise UserError(f"{self.location}: etcd refuses: {said}. Look at the URL's user, password and rights")
             if code == _FULL or "space exceeded" in said:
@@ -227,16 +246,28 @@ class EtcdStore:
             troubles.append(said)
         raise JournalUnavailable(f"{self.location}: etcd does not answer ({'; '.join(troubles)})")
 
-    def _send(self, at: int, what: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        connection = self._connection(at)
+    def _send(self, at: int, what: str, body: bytes, within_s: float) -> tuple[int, dict[str, Any]]:
+        """Ask one endpoint, over an idle connection if there is one; etcd may have ended that, as when it restarts."""
+        idle = self._take_idle(at)
+        if idle is not None:
+            try:
+                return self._ask(at, idle, what, body, within_s)
+            except TimeoutError:
+                raise
+            except (OSError, http.client.HTTPException):
+                pass
+        return self._ask(at, self._connect(at, min(_CONNECT_S, within_s)), what, body, within_s)
+
+    def _ask(
+        self, at: int, connection: http.client.HTTPConnection, what: str, body: bytes, within_s: float
+    ) -> tuple[int, dict[str, Any]]:
         try:
+            connection.sock.settimeout(within_s)
             headers = {"Content-Type": "application/json"} | ({"Authorization": self._token} if self._token else {})
             connection.request("POST", f"/v3/{what}", body, headers)
             response = connection.getresponse()
             data = response.read(_MOST_ANSWER_BYTES)
-            answer = json.loads(data) if data else {}
-            if not isinstance(answer, dict):
-                raise ValueError("the answer is no object")
+            answer = _unpacked(data)
             if isinstance(error := answer.get("error"), dict):  # as streams end with
                 answer = {"code": error.get("grpc_code"), "message": error.get("message")}
                 return 500, answer
@@ -246,22 +277,24 @@ class EtcdStore:
         self._give_back(at, connection)
         return response.status, answer
 
-    def _connection(self, at: int) -> http.client.HTTPConnection:
-        """Take an idle connection, or make one; each is used by one thread at a time."""
+    def _take_idle(self, at: int) -> http.client.HTTPConnection | None:
+        """Take an idle connection; each is used by one thread at a time."""
         with self._lock:
             for number, (where, connection) in enumerate(self._idle):
                 if where == at:
                     del self._idle[number]
                     return connection
+        return None
+
+    def _connect(self, at: int, within_s: float) -> http.client.HTTPConnection:
         host, port = self._place.endpoints[at]
         tls = self._place.tls
         made = (
-            http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
+            http.client.HTTPConnection(host, port, timeout=within_s)
             if tls is None
-            else http.client.HTTPSConnection(host, port, timeout=_CONNECT_S, context=tls)
+            else http.client.HTTPSConnection(host, port, timeout=within_s, context=tls)
         )
         made.connect()
-        made.sock.settimeout(_ANSWER_S)
         return made
 
     def _give_back(self, at: int, connection: http.client.HTTPConnection) -> None:
@@ -277,6 +310,31 @@ class EtcdStore:
             idle, self._idle = self._idle, []
         for _, connection in idle:
             connection.close()
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    """Unpack an answer, which the gateway itself gives as plain text. Raises ``ValueError``."""
+    if data[:1].isalpha():
+        return {"message": data[:300].decode(errors="replace").strip()}
+    answer = json.loads(data) if data else {}
+    if not isinstance(answer, dict):
+        raise ValueError("the answer is no object")
+    return answer
+
+
+def _tls_trouble(error: ssl.SSLError) -> str:
+    """Say what a person has to put right; empty for a connection that broke."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"etcd's certificate is not trusted here, {error.verify_message}: name the authority that signed it with "
+            "?ca=FILE, and etcd by a name that the certificate has"
+        )
+    reason = (error.reason or "").upper()
+    if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason:
+        return "etcd speaks no TLS there: etcd://, or start it with certificates"
+    if "ALERT" in reason:
+        return "etcd refuses this machine's certificate, or wants one: ?cert=FILE&key=FILE"
+    return ""
 
 
 def _put(key: str, value: bytes, lease: int = 0) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tests.integration.namespaces import Namespaces, check_machine
+
+T = TypeVar("T")
 
 
 class Wire:
@@ -33,6 +36,10 @@ class Wire:
     def inside(self, machine: str) -> tuple[str, ...]:
         """Return what to put before a command to run it in that namespace."""
         return self._namespaces.inside(machine)
+
+    def call(self, machine: str, function: Callable[[], T]) -> T:
+        """Call a function whose connections are that machine's."""
+        return self._namespaces.call(machine, function)
 
     def pull(self) -> None:
         self._namespaces.ip("switch", "link set cable-here down")

@@ -1,6 +1,7 @@
 """Contract of journals, over all engines: the folder, memory, an etcd cluster of three, and Postgres."""
 
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -502,6 +503,25 @@ def test_revisions_of_others_in_the_cluster_are_kept(engine: SharedEngine, etcd:
     leading.close()
     assert engine.leader("two").next_index == len(story())
     stranger.close()
+
+
+@pytest.mark.parametrize("engine", [pytest.param("etcd", marks=matrix)], indirect=True)
+@pytest.mark.parametrize("at", range(3))
+def test_a_member_of_etcd_that_hangs_costs_nobody_the_lease(engine: SharedEngine, etcd: EtcdCluster, at: int) -> None:
+    engine.ttl_s = 4.0
+    leading = engine.leader("one")
+    store = leading._store
+    assert isinstance(store, EtcdStore)
+    store._at = at
+    etcd.signal(at, signal.SIGSTOP)
+    try:
+        for _ in range(12):
+            leading.renew()
+            time.sleep(0.5)
+        tell(leading, 0, 2)
+    finally:
+        etcd.signal(at, signal.SIGCONT)
+    assert store._at != at
 
 
 @pytest.mark.integration
