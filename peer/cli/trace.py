@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,25 @@ async def _ask_member(
 # The trace event format ---------------------------------------------------------------------------------------
 
 
+def _within(spans: Sequence[PhaseSpan], from_s: float, to_s: float) -> tuple[PhaseSpan, ...]:
+    """Clip spans, which are a member's word, to a time."""
+    clipped = []
+    for span in spans:
+        start_s, end_s = max(span.start_s, from_s), min(span.start_s + span.seconds, to_s)
+        if start_s < end_s:
+            clipped.append(span.model_copy(update={"start_s": start_s, "seconds": end_s - start_s}))
+    return tuple(clipped)
+
+
 def trace_of(run: str, timing: RoundTiming, members: Sequence[TracedMember]) -> dict[str, Any]:
     """Return a trace as JSON: the coordinator as process 0, each member as a process with a thread for each track.
 
-    Times are in microseconds from the first event on."""
+    Times are in microseconds from the first event on. Members' spans are cut to the round, to within the error of their
+    clocks."""
     began_s = timing.ended_s - timing.wall_s
+    members = [
+        replace(one, spans=_within(one.spans, began_s - one.error_s, timing.ended_s + one.error_s)) for one in members
+    ]
     first_s = min([began_s, *(span.start_s for one in members for span in one.spans)])
     events = _names(0, "coordinator", ("round",))
     at_s = began_s

@@ -21,6 +21,7 @@ from shoal.swarm.protocol.evaluations import (
     Evaluation,
     SourceLoss,
     TextSample,
+    plain_line,
     plain_text,
 )
 from shoal.swarm.protocol.run_file import RunFile
@@ -111,7 +112,7 @@ def evaluation_of(
         samples=max(1, figures.samples),
         accuracy=figures.accuracy if figures.accuracy is not None and 0 <= figures.accuracy <= 1 else None,
         sources=tuple(
-            SourceLoss(name=plain_text(one.name, 64) or "?", loss=loss, samples=one.samples)
+            SourceLoss(name=plain_line(one.name, 64) or "?", loss=loss, samples=one.samples)
             for one in figures.sources[:MAX_SOURCES]
             if (loss := _finite(one.loss)) is not None
         ),

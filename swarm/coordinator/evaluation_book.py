@@ -29,6 +29,9 @@ in the seventh digit. Tampering that is to end a run, or to keep it from ending,
 _KEPT = 1024
 """Versions that are kept; of more, every second one of the older half goes, but not the best."""
 
+_RECENT = 8
+"""Newest versions by whose reports it is known how many validators there are."""
+
 _NEW_TEXTS = 8
 """Newest versions whose texts are kept, beside some old ones."""
 
@@ -167,12 +170,29 @@ class EvaluationBook:
             return False
         return at is None or (len(at.reports) < MAX_EVALUATORS and invite not in [one.invite for one in at.reports])
 
-    def figures(self, needed: int) -> list[HeldOutFigure]:
-        """Return the figures of all versions. ``needed``: as of ``EvaluatedVersion.figure``."""
+    @property
+    def witnesses(self) -> int:
+        """Number of validators that have reported of late; those of one invite are one."""
+        return len({report.invite for one in self.versions[-_RECENT:] for report in one.reports})
+
+    def figures(self, asked: int) -> list[HeldOutFigure]:
+        """Return the figures of all versions. ``asked``: validators behind a figure that can end the run, by the run
+        file; where there are several, none decides alone."""
+        needed = self._needed(asked)
         return [one.figure(needed) for one in self.versions]
 
-    def status(self, needed: int) -> EvaluationStatus:
-        """Return what readers are told."""
+    def _needed(self, asked: int) -> int:
+        return max(asked, min(2, self.witnesses))
+
+    def losses(self) -> list[tuple[int, float | None]]:
+        """Return what to warn by: version and loss that two have agreed on, or, of a run's only validator, its claims;
+        None for no finite number."""
+        standings = ("agreed", "claim") if self.witnesses < 2 else ("agreed",)
+        return [(one.version, one.loss) for one in self.figures(1) if one.standing in standings]
+
+    def status(self, asked: int) -> EvaluationStatus:
+        """Return what readers are told. ``asked``: as of ``figures``."""
+        needed = self._needed(asked)
         texts = [
             VersionTexts(
                 version=one.version, round=report.round, validator=report.by, texts=report.signed.evaluation.texts

@@ -59,13 +59,17 @@ class _Rise:
     """Number of the value with which the best window ends."""
 
 
-def trend_of(training: Sequence[float | None], held_out: Sequence[tuple[int, float | None]]) -> Trend:
+def trend_of(
+    training: Sequence[float | None], held_out: Sequence[tuple[int, float | None]], *, is_claimed: bool = False
+) -> Trend:
     """Return what is wrong with a run's losses.
 
     ``training``: of its committed rounds, None where no member had a finite one; ``held_out``: version and loss of its
-    evaluations that are not disputed, None for no finite number; both oldest first."""
+    evaluations that are used, None for no finite number; both oldest first. ``is_claimed``: whether those are one
+    validator's word."""
+    whose = "held-out loss, as the only validator says," if is_claimed else "held-out loss"
     if held_out and held_out[-1][1] is None:
-        words = f"the held-out loss of version {held_out[-1][0]} is no finite number"
+        words = f"the {whose} of version {held_out[-1][0]} is no finite number"
         return Trend("not finite", f"training has diverged: {words}. To do: {_ADVICE}")
     known = [loss for loss in training[-_LOOKED_AT:] if loss is not None]
     if known and len(training) > _SILENT_ROUNDS and all(loss is None for loss in training[-_SILENT_ROUNDS:]):
@@ -80,9 +84,7 @@ def trend_of(training: Sequence[float | None], held_out: Sequence[tuple[int, flo
     rise = _rise_of([loss for _, loss in figures], _EVALUATIONS, _HELD_OUT_RISE, _HELD_OUT_BEYOND_CHANCE)
     if rise is None:
         return Trend()
-    words = (
-        f"the held-out loss has risen to {rise.level:.4g}, from {rise.best:.4g} up to version {figures[rise.since][0]}"
-    )
+    words = f"the {whose} has risen to {rise.level:.4g}, from {rise.best:.4g} up to version {figures[rise.since][0]}"
     if _has_fallen_since(training, figures[rise.since][0]):
         return Trend(
             "overfitting",

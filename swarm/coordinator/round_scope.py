@@ -1507,9 +1507,8 @@ class RoundScope:
 
     def trend(self) -> Trend:
         """Return what is wrong with the run's losses."""
-        figures = self.evaluations.figures(self.run.evaluation.validators)
-        used = [(one.version, one.loss) for one in figures if one.standing != "disputed"]
-        return trend_of([one.loss for one in self.history.rounds], used)
+        book = self.evaluations
+        return trend_of([one.loss for one in self.history.rounds], book.losses(), is_claimed=book.witnesses < 2)
 
     def notice_trend(self) -> None:
         """Record for people that the run's losses begin to go wrong, or no longer do."""

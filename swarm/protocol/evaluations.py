@@ -31,13 +31,25 @@ def plain_text(text: str, limit: int) -> str:
     return "".join(one for one in text if one == "\n" or one.isprintable())[:limit]
 
 
+def plain_line(text: str, limit: int) -> str:
+    """Remove what is no plain text, and make one line of it."""
+    return plain_text(" ".join(text.splitlines()), limit)
+
+
 def _require_plain(text: str) -> str:
     if text != plain_text(text, len(text)):
         raise ValueError("expected plain text without control characters")
     return text
 
 
+def _require_line(text: str) -> str:
+    if text != plain_line(text, len(text)):
+        raise ValueError("expected one line of plain text without control characters")
+    return text
+
+
 PlainText = Annotated[str, AfterValidator(_require_plain)]
+PlainLine = Annotated[str, AfterValidator(_require_line)]
 
 
 class TextSample(Record):
@@ -55,7 +67,7 @@ class SourceLoss(Record):
 
     The perplexity is e to the power of the loss."""
 
-    name: Annotated[PlainText, Field(min_length=1, max_length=64)]
+    name: Annotated[PlainLine, Field(min_length=1, max_length=64)]
     loss: Loss
     samples: Count
 

@@ -24,7 +24,7 @@ def spans() -> tuple[PhaseSpan, ...]:
 
 def test_a_trace_has_complete_events_and_names_for_all_processes_and_threads() -> None:
     members = [
-        TracedMember(member(1).peer, "a\x1b[31m", spans(), 0.02),
+        TracedMember(member(1).peer, "a\x1b[31m", spans(), 0.5),
         TracedMember(member(2).peer, "b", spans(), 0.0),
     ]
     trace = json.loads(json.dumps(trace_of("reef", ROUND, members)))
@@ -53,4 +53,17 @@ def test_a_trace_has_complete_events_and_names_for_all_processes_and_threads() -
         ("exchange", 1, 12_500_000),
     ]
     assert trace["otherData"]["waited for"] == "round 41 took 12 s longer because b sent at 2 Mbit/s"
-    assert trace["otherData"]["clock error in seconds"][processes[1]] == 0.02
+    assert trace["otherData"]["clock error in seconds"][processes[1]] == 0.5
+
+
+def test_spans_beyond_the_round_are_cut() -> None:
+    """The round lasted from 500 to 520."""
+    told = (
+        PhaseSpan(track="training", phase="data", start_s=0.0, seconds=10.0),
+        PhaseSpan(track="training", phase="compute", start_s=100.0, seconds=405.0),
+        PhaseSpan(track="exchange", phase="exchange", start_s=510.0, seconds=1e6),
+        PhaseSpan(track="exchange", phase="packing", start_s=521.0, seconds=1.0),
+    )
+    events = trace_of("reef", ROUND, [TracedMember(member(1).peer, "a", told, 0.5)])["traceEvents"]
+    mine = [(one["name"], one["ts"], one["dur"]) for one in events if one["ph"] == "X" and one["pid"] == 1]
+    assert mine == [("compute", 0, 5_500_000), ("exchange", 10_500_000, 10_500_000)]

@@ -26,6 +26,7 @@ from shoal.swarm.protocol.evaluations import (
     SourceLoss,
     TextSample,
     check_evaluations,
+    plain_line,
     plain_text,
 )
 from shoal.swarm.protocol.run_file import EvaluationSection, RunFile, StopSection, parse_run_file
@@ -289,6 +290,44 @@ def test_a_host_that_trusts_each_validator() -> None:
     assert world.figures[0].standing == "claim"
 
 
+def test_where_there_are_two_validators_none_ends_the_run_or_warns_alone() -> None:
+    world = EvaluatedWorld(1, held_out_loss=2.5)
+    world.evaluate(3.0)
+    world.evaluate(3.0, 10)
+    world.go_on(1)
+    world.evaluate(2.4)
+    assert not world.scope.stopping, "the other one has not spoken yet"
+    world.evaluate(2.4, 10)
+    assert "2.4" in world.scope.stopping
+
+    world = EvaluatedWorld()
+    world.evaluate(3.0)
+    world.evaluate(3.0, 10)
+    world.go_on(1)
+    world.evaluate(None)
+    assert world.scope.trend().kind == ""
+    world.evaluate(None, 10)
+    assert world.scope.trend().kind == "not finite"
+    assert "as the only validator says" not in world.scope.trend().text
+
+
+def test_a_run_s_only_validator_warns_by_its_own_word(world: EvaluatedWorld) -> None:
+    world.evaluate(None)
+    assert world.scope.trend().kind == "not finite"
+    assert "as the only validator says" in world.scope.trend().text
+
+
+def test_a_validator_that_has_gone_is_not_waited_for() -> None:
+    book = EvaluationBook()
+    for number in range(1, 11):
+        book.take(event(number, 3.0))
+        if number == 1:
+            book.take(event(number, 3.0, by="b" * 16).model_copy(update={"invite": "b" * 16}))
+            assert book.witnesses == 2
+    assert book.witnesses == 1
+    assert [one.counts for one in book.figures(1)] == [True] * 10
+
+
 def test_a_disagreement_ends_nothing_and_is_told() -> None:
     world = EvaluatedWorld(validators=1, held_out_loss=2.5)
     world.evaluate(2.6)
@@ -326,6 +365,10 @@ def test_hostile_sizes_and_characters_are_refused() -> None:
             Evaluation.model_validate(
                 {key: tuple(one) if isinstance(one, list) else one for key, one in content.items()}
             )
+    for name in ("a\nb", "a\u2028b", "a\x0bb", "\x1b", "", "x" * 65):
+        with pytest.raises(ValidationError):
+            SourceLoss(name=name, loss=1.0, samples=1)
+    assert plain_line("a\nb\x1b\r\nc", 64) == "a b c"
     for text in ("x" * 1001, "a\x1b[2Jb", "a\u202eb", "a\rb", "\x00"):
         with pytest.raises(ValidationError):
             TextSample(prompt="", text=text)
