@@ -109,10 +109,10 @@ def events_page() -> str:
         "",
         *_fields(FIELDS_OF_ALL),
         "",
-        "Other fields by event; one may be absent or null where it does not apply. Where the time of a round went is no "
-        "event: `shoal status --json` has `timing` of the last one (the seconds of its parts, the members' mean by phase, "
-        "for whom they waited) and each member's `times`, [metrics](metrics.md) have both, and `shoal trace` writes the "
-        "spans themselves ([what the phases are](user-guide.md#look-at-a-run-and-take-its-model)).",
+        "Other fields by event; one may be absent or null where it does not apply. Where the time of a round went is no",
+        "event: `shoal status --json` has `timing` of the last one (seconds of its parts, the members' mean by phase, for",
+        "whom they waited) and each member's `times`, [metrics](metrics.md) have both, and `shoal trace` writes the spans",
+        "themselves ([what the phases are](user-guide.md#look-at-a-run-and-take-its-model)).",
         "",
         "## Of a peer",
         *_events(PEER_EVENTS),
