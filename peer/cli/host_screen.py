@@ -56,23 +56,23 @@ class HostScreen:
         that few can use, or empty."""
         run = hosting.run
         self._print(f"Run     {run.run.name}  hash {run.hash.hex()[:16]}", style="bold")
-        self._print(f"Files   {hosting.state}")
+        self._print(f"Files   {hosting.state}", to_copy=True)
         if self._backup is not None:
-            self._print(f"Backup  {self._backup / run.run.name}")
+            self._print(f"Backup  {self._backup / run.run.name}", to_copy=True)
         self._print(f"Pins    {pins}")
         if run.start is not None:
             self._print(f"Start   {run.start.source}; where its checkpoint is, join with --from FOLDER")
         if hosting.page:
-            self._print(f"Page    {hosting.page}")
+            self._print(f"Page    {hosting.page}", to_copy=True)
         if hosting.metrics:
-            self._print(f"Metrics {hosting.metrics}")
+            self._print(f"Metrics {hosting.metrics}", to_copy=True)
         if hosting.card:
-            self._print(f"Card    {hosting.card}")
-            self._print(f"Key     {hosting.key}")
+            self._print(f"Card    {hosting.card}", to_copy=True)
+            self._print(f"Key     {hosting.key}", to_copy=True)
         if hosting.resumed_round:
             self._print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
         self._print("Invite  (this command joins a machine to the run)")
-        self._print(f"\n  shoal join '{hosting.invite}'\n")
+        self._print(f"\n  shoal join '{hosting.invite}'\n", to_copy=True)
         if warning:
             self._print(f"Note    {warning}", style="yellow")
 
@@ -96,5 +96,7 @@ class HostScreen:
         """Print a line that is not an event's."""
         self._print(words)
 
-    def _print(self, words: str, **how: Any) -> None:
-        self._console.print(words, markup=False, highlight=False, soft_wrap=True, **how)
+    def _print(self, words: str, *, to_copy: bool = False, **how: Any) -> None:
+        """Print a line; in a terminal it is cut between words, unless it is ``to_copy``."""
+        soft_wrap = to_copy or not self._console.is_terminal
+        self._console.print(words, markup=False, highlight=False, soft_wrap=soft_wrap, **how)

@@ -32,6 +32,7 @@ from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.recipes.local_loop import LocalLoop
 from shoal.peer.recipes.model_memory import check_model_fits
 from shoal.peer.session import Session
+from shoal.peer.terminal.keyboard import restore_terminal
 from shoal.peer.terminal.snapshot import Watched
 from shoal.peer.terminal.views import LEAVING
 from shoal.peer.training.device import MemoryLimits, allow_tf32, choose_device
@@ -45,7 +46,6 @@ from shoal.swarm.system import run_loop
 
 log = logging.getLogger(__name__)
 
-_SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 _LEAVING_S = 10.0
 """Longest time that leaving the run may take when a rank of an island has ended."""
@@ -213,8 +213,7 @@ def _train_island(
         leaving = threading.Thread(target=connection.network.stop, daemon=True)
         leaving.start()
         leaving.join(_LEAVING_S)
-        if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), _SHOW_CURSOR)
+        restore_terminal()
         os._exit(IslandBroken.exit_code)
 
     toml, names = connection.members.run.client.run_toml, [str(device) for device in devices]
@@ -234,8 +233,7 @@ def _handled_signals(request_stop: Callable[[], None], stops: list[int]) -> Iter
         stops.append(number)
         # Launchers send SIGTERM twice, to a job's shell and to all of its processes; who has no patience has SIGKILL.
         if number == signal.SIGINT and len(stops) > 1:
-            if sys.stdout.isatty():
-                os.write(sys.stdout.fileno(), _SHOW_CURSOR)
+            restore_terminal()
             os._exit(STOPPED_AT_ONCE)
         if len(stops) == 1 and not sys.stdout.isatty():  # the live view says it by itself
             os.write(sys.stdout.fileno(), f"{LEAVING}\n".encode())

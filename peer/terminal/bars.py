@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import filesize
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
@@ -12,6 +13,7 @@ from rich.text import Text
 from shoal.peer.terminal.events import duration_text
 from shoal.swarm.protocol.progress import RunProgress
 
+_DOT = " · "
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
@@ -28,6 +30,21 @@ class Bar:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(4, options.max_width)
+
+
+class Lines:
+    """Lines of parts between dots, each cut between two parts: half a number or a digest would tell nothing."""
+
+    def __init__(self, lines: Sequence[str], style: str = "dim") -> None:
+        self._lines = lines
+        self._style = style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self._lines:
+            parts = line.split(_DOT)
+            while len(parts) > 1 and cell_len(_DOT.join(parts)) > options.max_width:
+                parts.pop()
+            yield Text(_DOT.join(parts), self._style, no_wrap=True, overflow="ellipsis")
 
 
 class Sparkline:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from shoal.peer.event_schema import Event
 from shoal.peer.terminal.events import plain_line
+from shoal.peer.terminal.keyboard import without_echoed_signals
 from shoal.peer.terminal.snapshot import Snapshot, Watched
 from shoal.peer.terminal.speed import SpeedMeter
 from shoal.peer.terminal.views import session_panel, status_line, status_table
@@ -104,6 +106,7 @@ class Reporter:
         self._session: Watched | None = None
         self._snapshot: Snapshot | None = None
         self._live: Live | None = None
+        self._ending = ExitStack()
         self._stop = threading.Event()
         self._ticker: threading.Thread | None = None
 
@@ -120,6 +123,7 @@ class Reporter:
             self._ticker.join()
         if self._live is not None:
             self._live.stop()
+        self._ending.close()
         if self._json is not None:
             self._json.close()
 
@@ -147,6 +151,7 @@ class Reporter:
                 get_renderable=self.render,
                 refresh_per_second=_REFRESHES_A_SECOND,
             )
+            self._ending.enter_context(without_echoed_signals())
             self._live.start()
         else:
             self._ticker = threading.Thread(target=self._tick, name="shoal-progress", daemon=True)

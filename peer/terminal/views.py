@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shoal.peer.terminal.bars import Bar, Sparkline, amount_text, left_text, of_goal
+from shoal.peer.terminal.bars import Bar, Lines, Sparkline, amount_text, left_text, of_goal
 from shoal.peer.terminal.events import (
     count_text,
     duration_text,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shoal.peer.terminal.snapshot import Snapshot
 
 _BAR_WIDTH = 24
-_SHORT_BAR_WIDTH = 16
+_SHORT_BAR_WIDTH = 10
 _SHOWN_OF_ID = 8
 _LONGEST_NOTE = 400
 _ONE_LINE: Any = {"no_wrap": True, "overflow": "ellipsis"}
@@ -188,7 +188,7 @@ def session_panel(
     rows += [_progress_bars(snapshot, run_tokens_per_s), _figures(snapshot, losses, own_tokens_per_s)]
     rows += [Text(words, style) for words, style in _notes(snapshot)]
     if lines:
-        rows.append(Text("\n".join(lines), style="dim", no_wrap=True, overflow="ellipsis"))
+        rows.append(Lines(lines))
     whose = [printable(snapshot.name)] if snapshot.name else []
     return Panel(
         Group(*rows),

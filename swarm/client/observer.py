@@ -15,7 +15,7 @@ from shoal.swarm.client.coordinator_client import (
     fetch_run,
 )
 from shoal.swarm.client.relay_access import RelayAccess
-from shoal.swarm.errors import FINAL_ERRORS, LinkError
+from shoal.swarm.errors import FINAL_ERRORS, DeadlineExceeded, LinkError
 from shoal.swarm.protocol.evaluations import check_evaluations
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -142,7 +142,13 @@ async def follow_status(
             async with observe(invite) as client:
                 while True:
                     asked_s = clock()
-                    found = await _ask_status(client)
+                    limit_s = client.deadlines.request_s
+                    try:
+                        async with asyncio.timeout(limit_s):  # it would ask for as long as the coordinator is away
+                            found = await _ask_status(client)
+                    except TimeoutError:
+                        take(DeadlineExceeded(f"no answer within {limit_s:.0f} s"))
+                        continue
                     take(found)
                     await asyncio.sleep(pause_s(every_s, clock() - asked_s))
         except FINAL_ERRORS:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.fakes.virtual_clock import run_virtual
 from tests.peer.terminal.test_reporter import make_status
 
 from shoal.peer.cli.watch import WatchedRun
 from shoal.peer.terminal.top import SortBy, WaitedFor, late, sorted_members, summary_line, top_view
 from shoal.swarm.client import observer
 from shoal.swarm.client.observer import follow_status, pause_s
+from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import RunEnded, Unreachable
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.types import MemberStatus
@@ -121,6 +123,7 @@ def test_following_goes_on_over_a_host_that_is_away(monkeypatch: pytest.MonkeyPa
     answers: list[object] = [status(), Unreachable("away"), status(), RunEnded("over")]
 
     class Client:
+        deadlines = Deadlines(12.0)
         run_file = SimpleNamespace(hash=bytes(32))
 
         async def ask(self, *_: object) -> object:
@@ -143,3 +146,29 @@ def test_following_goes_on_over_a_host_that_is_away(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RunEnded):
         asyncio.run(follow_status(None, 1.0, lambda found: seen.append(type(found).__name__)))  # type: ignore[arg-type]
     assert seen == ["CoordinatorToPeerStatus", "Unreachable", "CoordinatorToPeerStatus"]
+
+
+def test_a_host_that_is_silent_is_told_although_requests_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        deadlines = Deadlines(12.0)
+        run_file = SimpleNamespace(hash=bytes(32))
+
+        async def ask(self, *_: object) -> object:
+            return await asyncio.Event().wait()
+
+    class Observing:
+        async def __aenter__(self) -> Client:
+            return Client()
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(observer, "observe", lambda _: Observing())
+    seen: list[str] = []
+
+    async def main() -> None:
+        async with asyncio.timeout(20.0):
+            await follow_status(None, 1.0, lambda found: seen.append(str(found)))  # type: ignore[arg-type]
+
+    with pytest.raises(TimeoutError):
+        run_virtual(main())
+    assert seen == ["no answer within 6 s"] * 3

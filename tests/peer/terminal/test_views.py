@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from tests.peer.terminal.test_reporter import PEERS, SNAPSHOT, VERDICT, make_status
 
+from shoal.peer.terminal.bars import Lines
 from shoal.peer.terminal.events import sentence
 from shoal.peer.terminal.reporter import status_table
 from shoal.peer.terminal.snapshot import Flow, HeldStages, held_stages, with_stages
@@ -313,3 +314,11 @@ def test_the_status_says_the_held_out_loss_and_on_whose_word(standing: Any, loss
     text = " ".join(shown.file.getvalue().split())  # type: ignore[attr-defined]
     assert words in text
     assert "the run ends with this round: the held-out loss is low·[31m" in text
+
+
+def test_lines_that_are_too_long_lose_their_last_parts_and_not_half_of_one() -> None:
+    line = "08:34:37  round 29 committed · loss 1.527 · 1 peer · 1.2M tokens · anchor 3fa2bbcc"
+    for width, shown in ((90, line), (76, line.removesuffix(" · anchor 3fa2bbcc")), (10, "08:34:37 …")):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(Lines([line]))
+        assert console.file.getvalue().rstrip() == shown  # type: ignore[attr-defined]
