@@ -6,6 +6,7 @@ from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.peer.terminal.bars import Lines
 from shoal.peer.terminal.events import plain_line, printable
 from shoal.peer.terminal.failures import AlikeFailures
 
@@ -80,7 +81,11 @@ class HostScreen:
         """Print a line on an event, and one more where several members have failed in the same way."""
         run = str(event["run"])
         self._names[run].note(event)
-        self._print(plain_line(self._names[run].named(event), run if self._several else ""))
+        line = plain_line(self._names[run].named(event), run if self._several else "")
+        if event.get("event") == "verdict" and event.get("committed") and self._console.is_terminal:
+            self._console.print(Lines([line], ""))
+        else:
+            self._print(line)
         if event.get("event") == "member_lost" and event.get("trouble"):
             trouble = str(event["trouble"])
             if alike := self._failures[run].note(str(event.get("peer")), trouble):

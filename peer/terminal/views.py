@@ -246,6 +246,8 @@ def _progress_bars(snapshot: Snapshot, run_tokens_per_s: float) -> Table:
         words += [f"{progress.share:.0%}"] if progress.share is not None else []
         words += [left] if (left := left_text(progress)) and snapshot.phase != "ended" else []
         grid.add_row("run", Bar(progress.share) if progress.share is not None else "", Text(" · ".join(words)))
+    if snapshot.phase == "ended":
+        return grid
     share = snapshot.tokens_in_round / max(1, snapshot.tokens_target)
     told = Text(f"{amount_text(snapshot.tokens_in_round)} of {amount_text(snapshot.tokens_target)} tokens")
     if snapshot.closes_in_s is not None:

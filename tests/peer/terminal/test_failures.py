@@ -55,3 +55,15 @@ def test_lines_of_a_host_name_members_as_well_as_ids() -> None:
     )
     assert "dolphin (aaaaaaaa) is gone: silent" in lines[1]
     assert "dolphin (aaaaaaaa)" in lines[2]
+
+
+def test_in_a_terminal_a_line_is_cut_between_words_and_an_invite_is_not() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    screen = HostScreen(console, None, several=False)
+    whole = {"loss": 1.5, "members": ["a"], "tokens_total": 1_200_000, "chain": "80e90591" * 8}
+    screen.show_event(make_event("verdict", round=24, committed=True, **whole) | {"run": "reef"})
+    screen.show_event(make_event("trend", round=24, kind="diverging", text="the losses rise " * 8) | {"run": "reef"})
+    first, *others = console.file.getvalue().rstrip().split("\n")  # type: ignore[attr-defined]
+    assert first.endswith("1 peer · 1.2M tokens")
+    assert len(others) > 1
+    assert all(one.split()[-1] in ("the", "losses", "rise") for one in others)
