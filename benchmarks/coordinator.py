@@ -169,6 +169,8 @@ def summary(records: list[Record], samples: list[Sample], joined: Sample) -> dic
     begin, end = samples[bisect_left(moments, start_s)], samples[min(bisect_left(moments, stop_s), len(samples) - 1)]
     planning = [_last(records, one, "plan_s") - _closing_s(records, one) for one in measured]
     verdicts = [_last(records, one, "verdict_s") - _closing_s(records, one) for one in measured]
+    moved = [record.bytes_between(begin.at_s, end.at_s) for record in records]
+    took_s = end.at_s - begin.at_s
     answers: dict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, seconds in record.answers_s.items():
@@ -178,7 +180,9 @@ def summary(records: list[Record], samples: list[Sample], joined: Sample) -> dic
         "peers": len(records),
         "planning s": median(planning),
         "closing to verdict s": median(verdicts),
-        "CPU share": (end.cpu_s - begin.cpu_s) / (end.at_s - begin.at_s),
+        "CPU share": (end.cpu_s - begin.cpu_s) / took_s,
+        "MB/s in": sum(sent for sent, _ in moved) / took_s / 1e6,
+        "MB/s out": sum(received for _, received in moved) / took_s / 1e6,
         "RSS MB": max(one.rss_bytes for one in samples) / 1e6,
         "heartbeat p50 ms": 1e3 * median(beats),
         "heartbeat p99 ms": 1e3 * quantiles(beats, n=100)[98],

@@ -40,7 +40,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.statements import ContributionStatement, RoundName
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, SampleRange, TensorSpec
-from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
+from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, cut, decode, encode
 from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.tcp.sockets import tune
 
@@ -87,6 +87,8 @@ class LightPeer:
         self._ranges: tuple[SampleRange, ...] = ()
         self._tokens_done = 0
         self._roster_version = 0
+        self._plan: tuple[bytes | None, int] = None, 0
+        """Digest of the newest plan, and the number of its parts."""
         self._anchor_version: int | None = None
 
     async def live(self, joining: asyncio.Semaphore, here: asyncio.Semaphore, everybody: asyncio.Event) -> None:
@@ -150,7 +152,9 @@ class LightPeer:
             times.plan_s = time.monotonic()
             digests = (bytes(32),) * self._view.parts
             await asyncio.sleep(self._habits.exchange_s)
-            report = PeerToCoordinatorRoundReport(round=number, digests=digests, dropped=(), trouble="")
+            report = PeerToCoordinatorRoundReport(
+                round=number, digests=digests, dropped=(), plan_digest=self._plan[0], trouble=""
+            )
             await self._request(report)
         await self._until(lambda view: view.round != number or view.phase == "training")
         if self._view.round != number:
@@ -221,8 +225,10 @@ class LightPeer:
             bandwidth_bps=1e8,
             roster_version=self._roster_version,
             verdict_chain=self._view.verdict_chain,
+            plan_digest=self._plan[0],
         )
         await self._request(heartbeat)
+        self.record.count()
 
     # Messages -----------------------------------------------------------------------------------------------
 
@@ -233,15 +239,18 @@ class LightPeer:
             number = next(self._numbers)
             future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
             self._waiting[number] = future
-            await self._socket.send(encode(Envelope("request", number, message, run=self._invite.run)))
+            data = encode(Envelope("request", number, message, run=self._invite.run))
+            self.record.sent_bytes += len(data)
+            for frame in cut(data):
+                await self._socket.send(frame)
             try:
                 async with asyncio.timeout(self._habits.request_s):
-                    data = await future
+                    answer = await future
             except TimeoutError:
                 self.record.repeats += 1
                 continue
             self.record.answers_s[name].append(time.monotonic() - start)
-            return data
+            return answer
         raise DeadlineExceeded(f"no answer to {name}")
 
     async def _until(self, predicate: Callable[[Glance], bool], timeout_s: float | None = None) -> None:
@@ -254,6 +263,7 @@ class LightPeer:
     async def _receive(self) -> None:
         while True:
             data = await self._socket.recv()
+            self.record.received_bytes += len(data)
             unpacker = msgpack.Unpacker(max_buffer_size=MAX_MESSAGE_BYTES)
             unpacker.feed(data)
             unpacker.read_array_header()
@@ -279,6 +289,13 @@ class LightPeer:
     def _take(self, view: Glance) -> None:
         if view.has_roster:
             self._roster_version = view.roster_version
+        if view.plan_digest is not None:
+            if view.parts:
+                self._plan = view.plan_digest, view.parts
+            elif self._plan[0] == view.plan_digest:
+                view.parts = self._plan[1]
+            else:
+                return  # the next heartbeat says that the plan is not known here
         if (view.epoch, view.sequence) >= (self._view.epoch, self._view.sequence):
             self._view = view
             self._changed.set()

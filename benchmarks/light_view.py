@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class Glance:
     phase: str = ""
     closes_at_s: float = 0.0
     parts: int = 0
+    plan_digest: bytes | None = None
     roster_version: int = 0
     verdict_chain: bytes | None = None
     has_roster: bool = False
@@ -43,6 +45,21 @@ class Record:
     views: int = 0
     view_bytes: int = 0
     repeats: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    counted: list[tuple[float, int, int]] = field(default_factory=list)
+    """Moments on the monotonic clock, each with the bytes of messages sent and received until then."""
+
+    def count(self) -> None:
+        """Note the bytes so far."""
+        self.counted.append((time.monotonic(), self.sent_bytes, self.received_bytes))
+
+    def bytes_between(self, start_s: float, stop_s: float) -> tuple[int, int]:
+        """Return the bytes sent and received between two moments, as of the notes next before them."""
+        moments = [moment for moment, *_ in self.counted]
+        before, until = (max(0, bisect_right(moments, at_s) - 1) for at_s in (start_s, stop_s))
+        (_, sent, received), (_, all_sent, all_received) = self.counted[before], self.counted[until]
+        return all_sent - sent, all_received - received
 
 
 def glance(view: msgpack.Unpacker) -> Glance:
@@ -51,13 +68,20 @@ def glance(view: msgpack.Unpacker) -> Glance:
     for _ in range(view.read_map_header()):
         match view.unpack():
             case (
-                "epoch" | "sequence" | "round" | "anchor_version" | "phase" | "roster_version" | "verdict_chain" as name
+                "epoch"
+                | "sequence"
+                | "round"
+                | "anchor_version"
+                | "phase"
+                | "plan_digest"
+                | "roster_version"
+                | "verdict_chain" as name
             ):
                 setattr(seen, name, view.unpack())
             case "closes_in_s":
                 closes_in_s = view.unpack()
             case "plan" if seen.phase == "averaging":
-                seen.parts = _count_parts(view)
+                seen.parts = _count_parts(view)  # 0 where the plan was left out
             case "roster" | "roster_delta":
                 start = view.tell()
                 view.skip()
@@ -69,8 +93,14 @@ def glance(view: msgpack.Unpacker) -> Glance:
 
 
 def _count_parts(view: msgpack.Unpacker) -> int:
+    """Read a plan, or None."""
     parts = 0
-    for _ in range(view.read_map_header()):
+    try:
+        fields = view.read_map_header()
+    except ValueError:
+        view.skip()
+        return 0
+    for _ in range(fields):
         if view.unpack() == "parts":
             parts = view.read_array_header()
             for _ in range(parts):

@@ -163,7 +163,7 @@ class Averager:
             elif reported != (view.epoch, client.joins):
                 # Once for each epoch and membership: a report counts as progress and delays the verdict.
                 reported = (view.epoch, client.joins)
-                await client.ask_view(report)
+                await client.report(report)
             else:
                 self.activity = "waiting for verdict"
                 await self._wait(number)

@@ -49,12 +49,13 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorLeave,
     PeerToCoordinatorOfferRelay,
     PeerToCoordinatorRequestDial,
+    PeerToCoordinatorRoundReport,
     PeerToCoordinatorShowAddresses,
     PeerToCoordinatorShowEvidence,
     PeerToCoordinatorShowVerdict,
     PeerToCoordinatorTryAddress,
 )
-from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.rounds import RoundPlan, RunView
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.statements import RoundName, Statement, check_plan
 from shoal.swarm.protocol.types import (
@@ -389,6 +390,10 @@ class CoordinatorClient:
         self._is_ahead = False
         """Whether this member knows a verdict that the coordinator has lost."""
         self._closes_at_s: float | None = None
+        self._plan: RoundPlan | None = None
+        """The newest plan, which views and verdicts may refer to; checked."""
+        self._plan_digest: bytes | None = None
+        self._plan_signature = b""
         self._roster: dict[str, RosterEntry] = {}
         self._coordinator_reach: Reach = "public"
         self._roster_version = 0  # a version that no run has, so the next view brings the roster
@@ -605,6 +610,11 @@ class CoordinatorClient:
             return
         if old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence):
             return
+        whole = self._with_plans(view)
+        if whole is None:
+            log.debug("ignored a view that refers to a plan that is not known here")
+            return  # the next heartbeat says which one is
+        view = whole
         if view.verdict is not None and view.verdict.epoch > view.epoch:
             raise WireError("a view with the verdict of a later coordinator than the one that sends it")
         verdict = view.verdict
@@ -617,9 +627,6 @@ class CoordinatorClient:
         if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
             check_verdict(verdict, self.coordinator_key)
         self._check_agreement(view, old)
-        known = (old.plan, old.plan_signature) if old is not None else None
-        if view.plan is not None and (view.plan, view.plan_signature) != known:
-            check_plan(self.round_name(view.round), view.plan, view.plan_signature, self.coordinator_key)
         if (
             view.pipeline is None and old is not None and old.pipeline is not None
         ):  # left out, as the heartbeat has named its version
@@ -631,6 +638,30 @@ class CoordinatorClient:
         loop = asyncio.get_running_loop()
         self._closes_at_s = None if view.closes_in_s is None else loop.time() + view.closes_in_s
         self._changed.set()
+
+    def _with_plans(self, view: RunView) -> RunView | None:
+        """Return a view with the plan and the verdict that it refers to; None if those are not known here.
+
+        A new plan is checked: raises ``WireError`` if the host has not signed it."""
+        update: dict[str, object] = {}
+        if view.plan is not None:
+            if self._plan is None or (view.plan, view.plan_signature) != (self._plan, self._plan_signature):
+                name = self.round_name(view.round)
+                self._plan_digest = check_plan(name, view.plan, view.plan_signature, self.coordinator_key)
+                self._plan, self._plan_signature = view.plan, view.plan_signature
+        elif view.plan_digest is not None:
+            if self._plan is None or (view.plan_digest, view.round) != (self._plan_digest, self._plan.round):
+                return None
+            update["plan"] = self._plan
+        short = view.verdict_on_plan
+        if short is not None:
+            if self._plan is None or short.plan_digest != self._plan_digest:
+                return None
+            try:
+                update |= {"verdict": short.on(self._plan), "verdict_on_plan": None}
+            except ValueError as error:
+                raise WireError("a verdict does not fit the plan that it names") from error
+        return view.model_copy(update=update) if update else view
 
     def _check_agreement(self, view: RunView, old: RunView | None) -> None:
         """Check that the host has signed the state of this version. Raises ``WireError`` if it has not."""
@@ -712,6 +743,10 @@ class CoordinatorClient:
 
     # Requests ---------------------------------------------------------------------------------------------
 
+    async def report(self, report: PeerToCoordinatorRoundReport) -> RunView:
+        """Send a report on the plan that is known here; as ``ask_view``."""
+        return await self.ask_view(report.model_copy(update={"plan_digest": self._plan_digest}))
+
     async def ask(self, message: Message, reply: type[M]) -> M:
         """Repeat a request until the coordinator answers, however long it is away. All requests are idempotent.
 
@@ -778,6 +813,7 @@ class CoordinatorClient:
         known = {
             "roster_version": self._roster_version,
             "verdict_chain": self.view.verdict_chain,
+            "plan_digest": self._plan_digest,
             "headway": headway,
             "unmet": self.node.unmet.named,
         }

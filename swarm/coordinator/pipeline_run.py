@@ -322,7 +322,14 @@ class PipelineRun:
 
     # What others see ------------------------------------------------------------------------------------
 
-    def view(self, peer: str, now_s: float, roster_version: int = -1, verdict_chain: bytes | None = None) -> RunView:
+    def view(
+        self,
+        peer: str,
+        now_s: float,
+        roster_version: int = -1,
+        verdict_chain: bytes | None = None,
+        plan_digest: bytes | None = None,
+    ) -> RunView:
         """Return what a member has to know of the run; the rounds of its stages are in the stages' own views."""
         first = self.scopes[0] if self.scopes else None
         closes_in_s = max(0.0, first.round.closes_s - now_s) if first and self.phase == "closing" else None

@@ -106,9 +106,10 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK, PinnedLayer
 from shoal.swarm.protocol.progress import RunProgress, progress_of
-from shoal.swarm.protocol.rounds import RoundPlan, RunView, StateAgreement, Verdict
+from shoal.swarm.protocol.rounds import RoundPlan, RunView, StateAgreement, Verdict, VerdictOnPlan
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.statements import PlanStatement, RoundName, plan_digest
+from shoal.swarm.protocol.statements import PlanStatement, RoundName
+from shoal.swarm.protocol.statements import plan_digest as digest_of_plan
 from shoal.swarm.protocol.types import MAX_RATE, DivergenceWord, TensorSpec
 from shoal.swarm.protocol.verdict_chain import agreement_bytes, chain_hash, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract, to_wire
@@ -231,6 +232,8 @@ class RoundScope:
         self._tokens_in_round = CachedSum()
         self._sign = sign
         self._stated: tuple[RoundPlan, PlanStatement, bytes] | None = None
+        self._without_plan: VerdictOnPlan | None = None
+        """The newest verdict that members with its plan were told."""
         self._ready_delays = Delays(self.deadlines.ready_s)
         self._report_delays = Delays(self.deadlines.ready_s)
         self._bandwidths = Bandwidths()
@@ -597,26 +600,40 @@ class RoundScope:
 
     # Views and status -----------------------------------------------------------------------------------
 
-    def view(self, peer: str, now_s: float, roster_version: int = -1, verdict_chain: bytes | None = None) -> RunView:
-        """Return what a member has to know; roster and verdict only if it lacks them."""
+    def view(
+        self,
+        peer: str,
+        now_s: float,
+        roster_version: int = -1,
+        verdict_chain: bytes | None = None,
+        plan_digest: bytes | None = None,
+    ) -> RunView:
+        """Return what a member has to know; roster, verdict and plan only if it lacks them.
+
+        Its fields are ours, and were checked where they were made: a plan of a thousand members takes a millisecond."""
         member = self.membership.members.get(peer)
         newest = self.verdict.chain if self.verdict else None
         closing = self.round.phase == "closing"
         roster, delta = self.membership.roster_news(roster_version)
-        return RunView(
+        plan, verdict = self.round.plan, self.verdict if verdict_chain != newest else None
+        stated = self._stated_plan(plan) if plan is not None else None
+        on_plan = self._on_plan(verdict, plan_digest) if verdict is not None and plan_digest is not None else None
+        return RunView.model_construct(
             epoch=self.log.epoch,
             sequence=self.log.announcements,
             round=self.round.number,
             anchor_version=self.anchor_version,
             phase=self.round.phase,
             closes_in_s=max(0.0, self.round.closes_s - now_s) if closing else None,
-            plan=self.round.plan,
-            plan_signature=self._plan_signature(),
+            plan=plan if stated is not None and stated[1].plan != plan_digest else None,
+            plan_digest=stated[1].plan if stated is not None else None,
+            plan_signature=stated[2] if stated is not None else b"",
             expected=self.round.expected if closing else None,
             as_expected=self.round.plan is not None and self.round.expected is not None,
             divergence=self.word_on_divergence(peer) if member is not None and member.diverged else "",
             wall=self.walls().get(peer, ""),
-            verdict=self.verdict if verdict_chain != newest else None,
+            verdict=verdict if on_plan is None else None,
+            verdict_on_plan=on_plan,
             verdict_chain=newest,
             state_digest=self.agreed_digest,
             agreement=self.agreement,
@@ -636,9 +653,15 @@ class RoundScope:
             else "",
         )
 
-    def _plan_signature(self) -> bytes:
-        """Return the host's signature of the plan, made once; empty without a plan."""
-        return self._stated_plan(self.round.plan)[2] if self.round.plan is not None else b""
+    def _on_plan(self, verdict: Verdict, plan_digest: bytes) -> VerdictOnPlan | None:
+        """Return a verdict without its plan, made once; None unless this is the digest of that."""
+        if verdict.plan is None:
+            return None
+        if self._without_plan is None or self._without_plan.bare.chain != verdict.chain:
+            is_stated = self._stated is not None and self._stated[0] is verdict.plan
+            digest = self._stated[1].plan if self._stated is not None and is_stated else None
+            self._without_plan = VerdictOnPlan.of(verdict, digest or digest_of_plan(verdict.plan))
+        return self._without_plan if self._without_plan.plan_digest == plan_digest else None
 
     def plan_statement(self, plan: RoundPlan) -> PlanStatement:
         """Return the host's statement of the open round's plan, made once."""
@@ -646,7 +669,7 @@ class RoundScope:
 
     def _stated_plan(self, plan: RoundPlan) -> tuple[RoundPlan, PlanStatement, bytes]:
         if self._stated is None or self._stated[0] is not plan:
-            statement = PlanStatement(self.name_of_round, plan_digest(plan))
+            statement = PlanStatement(self.name_of_round, digest_of_plan(plan))
             self._stated = plan, statement, self._sign(statement.bytes_to_sign())
         return self._stated
 

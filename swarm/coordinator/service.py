@@ -126,9 +126,11 @@ class ScopeHandlers:
         self.scope = scope
         self.rounds = scope if isinstance(scope, RoundScope) else None
         self.pipeline = service.run if isinstance(service.run, PipelineRun) else None
-        self.known: dict[str, tuple[int, bytes | None]] = {}
-        """By member, the version of the roster that it has or was sent, and the chain of the newest verdict that it
-        reported. A sent verdict may get lost, so only the member's word counts for it."""
+        self.known: dict[str, tuple[int, bytes | None, bytes | None]] = {}
+        """By member, the version of the roster that it has or was sent, the chain of the newest verdict and the digest
+        of the newest plan that it reported. What was sent may get lost, so only the member's word counts for these."""
+        self._sent_plan_at: dict[str, tuple[bytes | None, float]] = {}
+        """By member, the digest of the plan that it was sent last, and when."""
         self._whole_roster_from_s: dict[str, float] = {}
         """By member, the moment from which it may get a whole roster again, whatever version it claims to have."""
         self._told_from_s: dict[str, float] = {}
@@ -198,14 +200,21 @@ class ScopeHandlers:
 
     def view(self, peer: str) -> CoordinatorToPeerView:
         """Return a member's view, with the roster if it lacks that. A heartbeat makes up for a lost view."""
-        roster_version, chain = self.known.get(peer, (-1, None))
+        roster_version, chain, plan = self.known.get(peer, (-1, None, None))
         now_s = time.monotonic()
-        view = self.scope.view(peer, now_s, roster_version, chain)
+        view = self.scope.view(peer, now_s, roster_version, chain, plan)
+        if view.plan is not None:
+            # What was sent a moment ago is on its way. A member that lacks it does not name it in its next heartbeats.
+            digest, sent_s = self._sent_plan_at.get(peer, (None, 0.0))
+            if digest == view.plan_digest and now_s < sent_s + self.scope.deadlines.heartbeat_s / 2:
+                view = view.model_copy(update={"plan": None})
+            else:
+                self._sent_plan_at[peer] = view.plan_digest, now_s
         if view.roster is not None:
             if now_s < self._whole_roster_from_s.get(peer, 0.0):
                 return CoordinatorToPeerView(view=view.model_copy(update={"roster": None}))
             self._whole_roster_from_s[peer] = now_s + self.scope.deadlines.heartbeat_s
-        self.known[peer] = view.roster_version, chain
+        self.known[peer] = view.roster_version, chain, plan
         return CoordinatorToPeerView(view=view)
 
     def is_due(self, peer: str, member: Member) -> bool:
@@ -222,7 +231,7 @@ class ScopeHandlers:
     def forget_departed(self) -> None:
         """Forget members that the scope has forgotten."""
         members = self.scope.membership.members
-        for kept in (self.known, self._whole_roster_from_s, self._told_from_s):
+        for kept in (self.known, self._sent_plan_at, self._whole_roster_from_s, self._told_from_s):
             for peer in kept.keys() - members.keys():
                 kept.pop(peer)
 
@@ -297,6 +306,7 @@ class ScopeHandlers:
     async def _accepted(self, entry: RosterEntry, channel: Channel, trouble: str = "") -> Message:
         await self.service.flush()
         self.known.pop(entry.peer, None)
+        self._sent_plan_at.pop(entry.peer, None)
         self._whole_roster_from_s.pop(entry.peer, None)  # joins have limits of their own
         return CoordinatorToPeerJoinAccepted(
             peer=entry.peer,
@@ -332,7 +342,7 @@ class ScopeHandlers:
             if self.rounds is not None and self.rounds.stage is not None:
                 self.service.look_whether_assembled()
                 self._tick_if(self.rounds.stage.is_batch_done())
-        self.known[peer] = message.roster_version, message.verdict_chain
+        self.known[peer] = message.roster_version, message.verdict_chain, message.plan_digest
         return self.view(peer)
 
     async def _leave(self, channel: Channel, message: Message) -> Message:
@@ -517,6 +527,9 @@ class ScopeHandlers:
             if plan is self.rounds.round.plan:
                 self.rounds.report(peer, message, time.monotonic())
                 self._tick_if(self.rounds.is_complete())
+        if message.plan_digest is not None:
+            roster_version, chain, _ = self.known.get(peer, (-1, None, None))
+            self.known[peer] = roster_version, chain, message.plan_digest
         return self.view(peer)
 
     async def _show_verdict(self, channel: Channel, message: Message) -> Message:
@@ -666,6 +679,9 @@ class RequestLimit:
 # The program ------------------------------------------------------------------------------------------------
 
 _TICK_S = 0.1
+_TOLD_SHARE = 10
+"""Changes that are not urgent are told to everybody in one part in so many of the time, until the next heartbeats."""
+
 _ANSWERED_ALWAYS = (PeerToCoordinatorGetRun, PeerToCoordinatorGetStatus, PeerToCoordinatorGetVerdicts)
 """Requests whose answers are in the journal already, or say that it takes nothing."""
 
@@ -924,7 +940,8 @@ class CoordinatorService:
     async def _push(self) -> None:
         """Tell everybody, at once when the round goes on.
 
-        Who came or went can wait as long as telling it takes: not each of a thousand joins costs a thousand rosters."""
+        Who came or went can wait, so that telling it takes a small share of the time: not each of a thousand joins
+        costs a thousand rosters. The answers to heartbeats tell it, too."""
         loop = asyncio.get_running_loop()
         told: list[tuple[int, str, int]] = []
         pause_until_s = 0.0
@@ -947,7 +964,8 @@ class CoordinatorService:
                             await self._settle()
                             view = one.view(peer)
                         await self.notify(channel, view, one.scope.number)
-            pause_until_s = 2 * loop.time() - start_s
+            took_s = loop.time() - start_s
+            pause_until_s = start_s + min(_TOLD_SHARE * took_s, max(took_s, self.scope.deadlines.heartbeat_s))
 
     def _moments(self) -> list[tuple[int, str, int]]:
         """Return the urgent state of all scopes."""

@@ -158,11 +158,11 @@ class PeerToCoordinatorHeartbeat(Message):
     """Liveness and progress of a member.
 
     ``anchor_version`` and ``state_digest``: the state that the peer holds, if any. ``kept``: states that it could
-    return to, newest first, of a peer that holds none yet or has diverged. ``roster_version``, ``verdict_chain``: what
-    the peer knows, so the answer can leave it out. ``diverged``: the state from which the peer's local work diverges;
-    it waits for the decision in the view. ``paths``: connections with other members, those over relays first;
-    ``unmet``: members with which this peer could make no connection; ``phase``: what its training thread does now;
-    ``use``: of the machine, now and then."""
+    return to, newest first, of a peer that holds none yet or has diverged. ``roster_version``, ``verdict_chain``,
+    ``plan_digest``: what the peer knows, so the answer can leave it out; the last is of the newest plan. ``diverged``:
+    the state from which the peer's local work diverges; it waits for the decision in the view. ``paths``: connections
+    with other members, those over relays first; ``unmet``: members with which this peer could make no connection;
+    ``phase``: what its training thread does now; ``use``: of the machine, now and then."""
 
     round: Count
     activity: Annotated[str, Field(max_length=32)]
@@ -178,6 +178,7 @@ class PeerToCoordinatorHeartbeat(Message):
     bandwidth_bps: Rate
     roster_version: Count
     verdict_chain: Digest | None = None
+    plan_digest: Digest | None = None
     kept: Annotated[tuple[KeptState, ...], Field(max_length=MAX_KEPT)] = ()
     headway: Headway = Headway()
     diverged: KeptState | None = None
@@ -235,7 +236,7 @@ class PeerToCoordinatorRoundReport(Message):
     ``failed`` the owners and row reducers that did not give us what they had to; ``undelivered`` the members whose
     contributions are missing in what we reduced ourselves; ``deliveries`` what others' links gave. ``made``: parts that
     we have reduced, in part or as a whole; their digests stand in ``digests``. ``times``: what our time went to since
-    the end of the round before; None if that is not known."""
+    the end of the round before; None if that is not known. ``plan_digest``: of the plan that the peer knows."""
 
     round: Count
     digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_PARTS)]
@@ -245,6 +246,7 @@ class PeerToCoordinatorRoundReport(Message):
     deliveries: Annotated[tuple[Delivery, ...], Field(max_length=MAX_DELIVERIES)] = ()
     made: Annotated[tuple[MadePart, ...], Field(max_length=2 * RUN_MEMBERS)] = ()
     times: MemberTimes | None = None
+    plan_digest: Digest | None = None
     trouble: Text
 
 

@@ -219,6 +219,27 @@ class Verdict(Record):
         return self
 
 
+class VerdictOnPlan(Record):
+    """A verdict for members that have its plan, which is nearly all of it. ``plan_digest``: of the plan
+    (``statements.plan_digest``); ``bare``: the verdict without plan and ``makers``."""
+
+    plan_digest: Digest
+    bare: Verdict
+    makers: Annotated[tuple[PartMaker | None, ...], Field(max_length=MAX_PARTS)]
+
+    @classmethod
+    def of(cls, verdict: Verdict, plan_digest: bytes) -> VerdictOnPlan:
+        """Leave the plan out of a verdict that has one. ``plan_digest``: its digest."""
+        bare = verdict.model_copy(update={"plan": None, "makers": ()})
+        return cls(plan_digest=plan_digest, bare=bare, makers=verdict.makers)
+
+    def on(self, plan: RoundPlan) -> Verdict:
+        """Return the whole verdict, to be checked like any other. Raises ``ValueError`` for makers that are not in the
+        plan."""
+        fields = dict(self.bare) | {"plan": plan, "makers": self.makers}
+        return Verdict(**fields)
+
+
 class StateAgreement(Record):
     """Agreed digest of one version's state. ``chain``: of the newest verdict of its scope then, which covers the run
     and the stage; ``signature``: the host's (``verdict_chain.check_agreement``)."""
@@ -238,16 +259,18 @@ class RunView(Record):
     ``verdict_chain`` is None before the first verdict. ``roster``: left out if the heartbeat has named this
     ``roster_version``, or if ``roster_delta`` leads to it from the version that the heartbeat has named. ``expected``:
     while the round closes, the plan that results if all working members become ready, except for the weights; work that
-    does not depend on those may begin. ``plan_signature``: the host's, of ``plan`` (``statements.PlanStatement``);
-    empty without one. ``as_expected``: ``plan`` is the expected one, and none of its members has left
-    since. ``state_digest``: of this version, once it is agreed; ``agreement``: the same with the host's signature, None
-    for a beginning that the run file determines; ``is_disputed``: the state is disputed, so everybody replays it.
-    ``wants_kept``: the run is about to go back behind a wrong mean, so members that hold a state also report those that
-    they keep. ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``wall``: why
-    this member cannot take part, as it can meet none of those that it would have to; otherwise empty. ``pipeline``: in
-    the run's own scope, once stages are planned. ``amendments``: those in force, and those to come. ``waits_for``: what
-    the whole run waits for, in a sentence, otherwise empty. ``stays``: the run has ended, and the host still fetches
-    its last state, so members stay for a moment."""
+    does not depend on those may begin. ``plan_digest``: of the open round's plan (``statements.plan_digest``); the plan
+    itself is left out for a member that has named this digest, which then also gets a verdict as ``verdict_on_plan``.
+    ``plan_signature``: the host's, of ``plan`` (``statements.PlanStatement``); empty without one. ``as_expected``:
+    ``plan`` is the expected one, and none of its members has left since. ``state_digest``: of this version, once it is
+    agreed; ``agreement``: the same with the host's signature, None for a beginning that the run file determines;
+    ``is_disputed``: the state is disputed, so everybody replays it. ``wants_kept``: the run is about to go back behind
+    a wrong mean, so members that hold a state also report those that they keep. ``divergence``: the decision on a
+    member that has reported divergence, otherwise empty. ``wall``: why this member cannot take part, as it can meet
+    none of those that it would have to; otherwise empty. ``pipeline``: in the run's own scope, once stages are planned.
+    ``amendments``: those in force, and those to come. ``waits_for``: what the whole run waits for, in a sentence,
+    otherwise empty. ``stays``: the run has ended, and the host still fetches its last state, so members stay for a
+    moment."""
 
     epoch: Count
     sequence: Count
@@ -256,8 +279,10 @@ class RunView(Record):
     phase: Phase
     closes_in_s: Seconds | None
     plan: RoundPlan | None
+    plan_digest: Digest | None = None
     plan_signature: Annotated[bytes, Field(max_length=64)] = b""
     verdict: Verdict | None
+    verdict_on_plan: VerdictOnPlan | None = None
     verdict_chain: Digest | None
     state_digest: Digest | None
     agreement: StateAgreement | None = None

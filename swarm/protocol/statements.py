@@ -195,11 +195,12 @@ def check_report(
             raise WireError("a reduced part must be signed by its maker's identity")
 
 
-def check_plan(name: RoundName, plan: RoundPlan, signature: bytes, coordinator_key: bytes) -> None:
-    """Check that the coordinator has signed a plan. Raises ``WireError`` if it has not."""
+def check_plan(name: RoundName, plan: RoundPlan, signature: bytes, coordinator_key: bytes) -> bytes:
+    """Check that the coordinator has signed a plan, and return its digest. Raises ``WireError`` if it has not."""
     statement = PlanStatement(name, plan_digest(plan))
     if not verify_signature(coordinator_key, signature, statement.bytes_to_sign()):
         raise WireError(f"the plan of round {plan.round} is not signed by the coordinator")
+    return statement.plan
 
 
 def unsigned_contributions(name: RoundName, plan: RoundPlan) -> Iterator[int]:

@@ -21,7 +21,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerView,
     PeerToCoordinatorDescribeModel,
 )
-from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
+from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict, VerdictOnPlan
 from shoal.swarm.protocol.types import (
     MAX_STAGES,
     MAX_TENSORS,
@@ -145,7 +145,7 @@ def _pack(value: Any) -> bytes:
         case CoordinatorToPeerView() | CoordinatorToPeerJoinAccepted() | RunView():
             header, names = _packed_names(type(value))
             return header + b"".join([packed + _pack(getattr(value, name)) for name, packed in names])
-        case RoundPlan() | Verdict() | PipelineView() | RosterDelta():
+        case RoundPlan() | Verdict() | VerdictOnPlan() | PipelineView() | RosterDelta():
             return _pack_shared((value,), value.model_dump)
         case (RosterEntry() | Amendment(), *_):
             return _pack_shared(value, lambda: tuple(entry.model_dump() for entry in value))

@@ -97,6 +97,7 @@ class MemoryCoordinator:
         self.events: list[JournalEvent] = []
         self.members: dict[bytes, MemoryChannel] = {}
         self._verdicts: dict[bytes, bytes | None] = {}
+        self._plans: dict[bytes, bytes | None] = {}
         self._rosters: dict[bytes, int] = {}
         """By key, the version that it was sent, or said to have."""
         self.refusals: list[ShoalError] = []
@@ -123,6 +124,7 @@ class MemoryCoordinator:
         """Restart as after ``kill -9``: what was not journaled is forgotten."""
         self._epoch += EPOCH_STEP
         self._verdicts.clear()
+        self._plans.clear()
         self._rosters.clear()
         self._start()
         self.away = False
@@ -165,7 +167,8 @@ class MemoryCoordinator:
                         await channel.push(self._view(peer, channel.own_keys.public), self.scope)
 
     def _view(self, peer: str, key: bytes) -> CoordinatorToPeerView:
-        view = self.machine.scope.view(peer, now_s(), self._rosters.get(key, -1), self._verdicts.get(key))
+        known = self._rosters.get(key, -1), self._verdicts.get(key), self._plans.get(key)
+        view = self.machine.scope.view(peer, now_s(), *known)
         self._rosters[key] = view.roster_version
         return CoordinatorToPeerView(view=view)
 
@@ -219,6 +222,8 @@ class MemoryCoordinator:
         await self._flush()
         if isinstance(message, PeerToCoordinatorHeartbeat):
             self._rosters[key], self._verdicts[key] = message.roster_version, message.verdict_chain
+        if isinstance(message, PeerToCoordinatorHeartbeat | PeerToCoordinatorRoundReport):
+            self._plans[key] = message.plan_digest
         return answer or self._view(peer, key)
 
     async def _join(self, channel: "MemoryChannel", message: PeerToCoordinatorJoinRun) -> Message:
@@ -235,6 +240,7 @@ class MemoryCoordinator:
         )
         self.machine.scope.admission.join(entry, message.device, now_s(), token=message.token or None)
         self._verdicts.pop(channel.own_keys.public, None)
+        self._plans.pop(channel.own_keys.public, None)
         self._rosters.pop(channel.own_keys.public, None)
         self.members[channel.own_keys.public] = channel
         await self._flush()

@@ -20,15 +20,31 @@ import zmq
 import zmq.asyncio
 
 from shoal.swarm.protocol.addresses import network_of
-from shoal.swarm.transport.limits.caller_limits import Caller, Callers, MessageLimits, strangers_allowed
+from shoal.swarm.transport.limits.caller_limits import (
+    MEMBER_BACKLOG_BYTES,
+    Caller,
+    Callers,
+    MessageLimits,
+    strangers_allowed,
+)
 from shoal.swarm.transport.limits.origins import Origins
-from shoal.swarm.transport.tcp.sockets import descriptors_allowed, duplicated, inode_of, received_bytes_on, shut_down
+from shoal.swarm.transport.tcp.sockets import (
+    descriptors_allowed,
+    duplicated,
+    inode_of,
+    machine_received_bytes,
+    received_bytes_on,
+    shut_down,
+)
 
 log = logging.getLogger(__name__)
 
 _PERIOD_S, _CONNECTIONS = 0.05, 256
 """Time between two checks of up to so many connections, longer for more. In 0.05 s a thread of libzmq decrypts 30 MB,
 whoever sent them."""
+
+_QUIET_S = 5.0
+"""Longest time between two checks of members while this machine receives hardly anything."""
 
 _EVENT = struct.Struct("=HI")
 _MAX_WAITING_EVENTS, _MAX_EVENTS = 64, 32
@@ -51,7 +67,9 @@ class CallerGuard:
         self.port = 0
         """The ROUTER's port; 0 until it is known."""
         self._thread: threading.Thread | None = None
-        self._next_check_s = self._next_members_s = 0.0
+        self._next_check_s = self._next_members_s = self._members_by_s = 0.0
+        self._received_bytes: int | None = None
+        """Bytes that this machine had received when the members were looked at last."""
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Receives the error of the thread if it fails; cancelled by ``stop``."""
@@ -162,11 +180,22 @@ class CallerGuard:
             if now_s >= self._next_check_s:
                 self._next_check_s = now_s + _PERIOD_S
                 _shut(self._callers.overdue_strangers(now_s))
+                self._callers.forget_ended_strangers(_is_open)
+            if now_s >= self._next_members_s and (now_s >= self._members_by_s or not self._is_quiet()):
+                self._next_members_s, self._members_by_s = now_s + wait_s, now_s + _QUIET_S
+                self._received_bytes = machine_received_bytes()
                 self._callers.forget_ended(_is_open)
-            if now_s >= self._next_members_s:
-                self._next_members_s = now_s + wait_s
                 _shut(self._callers.flooding_members())
         return not is_ending
+
+    def _is_quiet(self) -> bool:
+        """Whether this machine has received so little since the members were looked at that no backlog is too large.
+
+        Looking at each of a thousand connections takes a tenth of a core."""
+        before, received_bytes = self._received_bytes, machine_received_bytes()
+        if before is None or received_bytes is None:
+            return False
+        return 0 <= received_bytes - before < MEMBER_BACKLOG_BYTES - self._callers.waiting_bytes
 
 
 # libzmq's descriptors --------------------------------------------------------------------------------------

@@ -192,6 +192,8 @@ class Callers:
         self._by_descriptor: dict[int, Caller] = {}
         self._by_routing: dict[bytes, Caller] = {}
         self._by_key: dict[bytes, list[Caller]] = {}
+        self.waiting_bytes = 0
+        """Bytes of all members that waited to be read when ``flooding_members`` looked last."""
         self._ended: dict[bytes, None] = {}
         """Routing ids of recently ended connections, whose messages may still wait to be read."""
 
@@ -211,6 +213,11 @@ class Callers:
     def forget_ended(self, is_there: Callable[[Caller], bool]) -> None:
         """Forget connections that have been closed."""
         for caller in [one for one in self._by_descriptor.values() if not is_there(one)]:
+            self._forget(caller)
+
+    def forget_ended_strangers(self, is_there: Callable[[Caller], bool]) -> None:
+        """As ``forget_ended``, of strangers alone: their places are few."""
+        for caller in [one for one in self.strangers if not is_there(one)]:
             self._forget(caller)
 
     def _forget(self, caller: Caller) -> None:
@@ -285,6 +292,7 @@ class Callers:
             # The size of framing is an estimate, which must not add up to an allowance.
             caller.read_bytes = min(caller.read_bytes, received_bytes)
             waiting[caller] = received_bytes - caller.read_bytes
+        self.waiting_bytes = sum(waiting.values())
         return self._close(excessive_backlogs(waiting, MEMBER_BACKLOG_BYTES, MEMBERS_BACKLOG_BYTES))
 
     def _add_stranger(self, caller: Caller) -> list[Caller]:
