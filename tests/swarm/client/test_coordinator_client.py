@@ -11,7 +11,7 @@ from tests.fakes.virtual_clock import run_virtual
 
 from shoal.swarm.errors import NotAdmitted, TryLater, WireError
 from shoal.swarm.protocol.messages import CoordinatorToPeerView
-from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.rounds import PartMaker, RunView, VerdictOnPlan
 from shoal.swarm.protocol.types import Message, RosterDelta
 
 ELEMENTS = 4096
@@ -131,6 +131,74 @@ def test_no_verdict_is_of_a_later_coordinator_than_the_one_that_tells_it() -> No
             with pytest.raises(WireError, match="later coordinator"):
                 await run[0].channel.push(CoordinatorToPeerView(view=before.model_copy(update=changes)))
             assert run[0].view is before
+
+    run_virtual(main())
+
+
+# Plans --------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_told_until_it_is_known_and_named_from_then_on() -> None:
+    async def main() -> None:
+        async with swarm(2, run_toml(8), ELEMENTS) as run:
+            heard = _Heard(run[0].channel)
+            await a_round(run)
+            averaging = [view for view in heard.views if view.phase == "averaging"]
+            digests = {view.plan_digest for view in averaging}
+            assert len(digests) == 1
+            assert averaging[0].plan is not None
+            reported = next(number for number, view in enumerate(averaging) if view.plan is None)
+            assert all(view.plan is None for view in averaging[reported:])
+            told = [view for view in heard.views if view.round == 1 and (view.verdict or view.verdict_on_plan)]
+            assert told
+            assert all(view.verdict is None for view in told), "its plan is most of a verdict"
+            verdict = run.coordinator.machine.scope.verdict
+            assert verdict is not None
+            assert verdict.plan == averaging[0].plan
+            assert run[0].view.verdict == verdict
+            assert run[0].client._plan_digest in digests
+
+    run_virtual(main())
+
+
+def test_a_view_that_refers_to_a_plan_that_is_not_known_here_counts_as_lost() -> None:
+    async def main() -> None:
+        async with swarm(1, run_toml(4), ELEMENTS) as run:
+            await a_round(run)
+            before, scope = run[0].view, run.coordinator.machine.scope
+            assert scope.verdict is not None
+            digest = run[0].client._plan_digest
+            assert digest is not None
+            strange = before.model_copy(update={"sequence": before.sequence + 1})
+            on_plan = VerdictOnPlan.of(scope.verdict, bytes(32))
+            for update in (
+                {"plan_digest": bytes(32)},
+                {"plan_digest": digest},  # of a round that is over
+                {"verdict": None, "verdict_on_plan": on_plan},
+            ):
+                await run[0].channel.push(CoordinatorToPeerView(view=strange.model_copy(update=update)))
+                assert run[0].view is before
+            known = {"verdict": None, "verdict_on_plan": on_plan.model_copy(update={"plan_digest": digest})}
+            await run[0].channel.push(CoordinatorToPeerView(view=strange.model_copy(update=known)))
+            assert run[0].view == strange
+
+    run_virtual(main())
+
+
+def test_a_verdict_without_its_plan_is_checked_like_a_whole_one() -> None:
+    async def main() -> None:
+        async with swarm(1, run_toml(4), ELEMENTS) as run:
+            await a_round(run)
+            before, scope, digest = run[0].view, run.coordinator.machine.scope, run[0].client._plan_digest
+            assert scope.verdict is not None
+            assert digest is not None
+            told = VerdictOnPlan.of(scope.verdict.model_copy(update={"round": 1, "chain": b"c" * 32}), digest)
+            stranger = PartMaker(member=7, chunks=((0, 1),), signature=bytes(64))
+            for on_plan, why in ((told, "hash"), (told.model_copy(update={"makers": (stranger,)}), "does not fit")):
+                changes = {"round": 2, "verdict": None, "verdict_on_plan": on_plan, "verdict_chain": b"c" * 32}
+                with pytest.raises(WireError, match=why):
+                    await run[0].channel.push(CoordinatorToPeerView(view=before.model_copy(update=changes)))
+                assert run[0].view is before
 
     run_virtual(main())
 

@@ -21,7 +21,9 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorLeave,
     PeerToCoordinatorRequestLease,
 )
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, RunView
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.statements import plan_digest
 
 TOML = '[run]\nname = "tiny"\n[recipe]\nname = "own"\n[access]\nadmission = "open"\n[round]\ntokens = 100000\n'
 MEMBERS = 20
@@ -143,6 +145,45 @@ def test_nothing_is_kept_of_observers_that_have_left(tmp_path: Path) -> None:
                 await service.handlers[0]._leave(channel, PeerToCoordinatorLeave(reason="observed"))
             assert service.handlers[0].known.keys() <= service.scope.membership.members.keys()
             assert len(service.scope.admission.sent_bytes._reported) == MEMBERS
+        journal.close()
+
+    asyncio.run(main())
+
+
+def test_a_plan_is_sent_once_while_it_is_on_its_way_and_again_to_a_member_that_does_not_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        journal = _Journal(tmp_path)
+        async with serve_members(journal) as service:
+            admit(service)
+            monkeypatch.setattr(service.run, "tick", lambda now_s: None)
+            scope: Any = service.scope
+            plan = RoundPlan(
+                round=0,
+                anchor_version=0,
+                state_digest=bytes(32),
+                chunk_elements=8,
+                members=(PlanMember(peer=entry(0).peer, weight_tokens=1),),
+                parts=(Part(owner=0, start=0, stop=8),),
+            )
+            scope.round.plan, scope.round.phase = plan, "averaging"
+            channel: Any = SimpleNamespace(remote_key=entry(0).certificate.curve_key)
+            handlers, now_s = service.handlers[0], [1000.0]
+            monkeypatch.setattr("shoal.swarm.coordinator.service.time.monotonic", lambda: now_s[0])
+
+            async def told(**knows: Any) -> RunView:
+                answer: Any = await handlers._heartbeat(channel, heartbeat().model_copy(update=knows))
+                assert answer.view.plan_digest == plan_digest(plan)
+                view: RunView = answer.view
+                return view
+
+            assert (await told()).plan == plan
+            assert (await told()).plan is None, "it was sent a moment ago"
+            now_s[0] += scope.deadlines.heartbeat_s
+            assert (await told(plan_digest=bytes(32))).plan == plan, "it may have got lost"
+            now_s[0] += scope.deadlines.heartbeat_s
+            assert (await told(plan_digest=plan_digest(plan))).plan is None
         journal.close()
 
     asyncio.run(main())

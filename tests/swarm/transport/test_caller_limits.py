@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from shoal.swarm.token_buckets import TokenBuckets
 from shoal.swarm.transport.limits.caller_limits import (
     CONNECTIONS_PER_KEY,
+    FRAME_BYTES,
     KEY_BURST,
     KEY_MESSAGES_PER_S,
     MEMBER_BACKLOG_BYTES,
@@ -218,6 +219,7 @@ def test_bytes_of_a_member_that_pile_up_unread() -> None:
         port.hear(caller, b"%d" % caller.inode, b"%d" % caller.inode, 0.0, is_member=True)
     port.received |= {10: MEMBER_BACKLOG_BYTES // 2, 20: MEMBER_BACKLOG_BYTES}
     assert port.callers.flooding_members() == []
+    assert port.callers.waiting_bytes == 3 * MEMBER_BACKLOG_BYTES // 2 - 2 * FRAME_BYTES
     port.received[20] += 2**10
     assert port.callers.flooding_members() == [floods]
 
@@ -266,6 +268,8 @@ def test_a_descriptor_that_is_another_connections_now() -> None:
     port.hear(later, b"later", b"b", 0.0, is_member=True)
     assert port.callers.add(Caller(7, 71, HERE, 0.0)) == [], "the monitor's word may come after the first message"
     assert port.callers.find(b"later") is later
+    port.callers.forget_ended_strangers(lambda one: False)
+    assert len(port.callers) == 1, "it is a member's"
     port.callers.forget_ended(lambda one: one.inode != 71)
     assert len(port.callers) == 0
     assert port.callers.has_ended(b"later")
