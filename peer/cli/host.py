@@ -462,7 +462,10 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[Journal, int]
     short_rounds = ShortRounds()
     options = shared.options
     text, run, state, identity, backup = one.text, one.run, one.state, one.identity, one.backup
+    kept = state / MODEL_FILE if keeps_model(options.keep_model, run) else None
     async with AsyncExitStack() as ending, shared.front.serving(text, run, identity, *leased) as service:
+        # Before any member is answered: those of a run that has ended go when nobody wants its last state.
+        last = LastModel(service, kept, _run_silently, lambda event: shared.on_event(event | {"run": one.name}))
         port = service.node.control_port
         addresses = _advertised(options, port)
         own_host = addresses[0].host if addresses else ""
@@ -519,8 +522,6 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[Journal, int]
         invite = await make_invite()
         announce(invite)
         async with task_scope() as tasks:
-            kept = state / MODEL_FILE if keeps_model(options.keep_model, run) else None
-            last = LastModel(service, kept, _run_silently, lambda event: shared.on_event(event | {"run": one.name}))
             here = Address(host=own_end(options.bind[0]), control_port=port)
             following = [
                 tasks.create_task(_follow_admission(service, make_invite, announce)),

@@ -43,7 +43,7 @@ from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.client.mapped_ports import keep_mapped
 from shoal.swarm.client.meeting_probe import keep_meeting
 from shoal.swarm.client.relay_access import RelayAccess
-from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted
+from shoal.swarm.errors import FINAL_ERRORS, LinkError, NotAdmitted, RunEnded
 from shoal.swarm.protocol.evaluations import Evaluation
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -176,9 +176,13 @@ class LocalMember:
         """Returns the states of the checkpoints here, newest first, without reading the disk."""
         self._diverged: KeptState | None = None
         self.read_use: Callable[[], DeviceUse] | None = None
-        self.use: DeviceUse | None = None
         """Looks at the use of this machine; None where nobody is told."""
+        self.use: DeviceUse | None = None
+        """As last read for a heartbeat."""
         self._use_from_s = 0.0
+        self._stays = self._is_dismissed = False
+        """Whether this peer has all that it wants of the run and stays for others, and whether the coordinator has
+        removed it since, so that nobody finds it any more."""
         self.rejoined = False
         self.start: RunStart | None = None
 
@@ -343,6 +347,11 @@ class LocalMember:
                 raise
             # The stage may belong to another peer, or the run has to be joined first: the next heartbeat tries again.
             log.info("stage %d could not be joined again: %s", self.client.scope - 1, error)
+        except RunEnded:
+            if not self._stays:
+                raise
+            self._is_dismissed = True
+            self.client.wake()
         else:
             self.rejoined = True
 
@@ -464,14 +473,14 @@ class LocalMember:
     async def serve_after_end(self) -> None:
         """Stay after the run's end while the host fetches the last state, at most ``LAST_STATE_S``.
 
-        A host that is gone is not waited for."""
+        A host that is gone is not waited for, nor one that has removed this peer meanwhile."""
         client, loop = self.client, asyncio.get_running_loop()
         if not client.view.stays:
             return
-        self.progress.activity = "serving the model"
+        self._stays, self.progress.activity = True, "serving the model"
         began_s = answered_s = loop.time()
-        while client.view.stays:
-            await client.wait_for(lambda view: not view.stays, client.deadlines.heartbeat_s)
+        while client.view.stays and not self._is_dismissed:
+            await client.wait_for(lambda view: not view.stays or self._is_dismissed, client.deadlines.heartbeat_s)
             now_s = loop.time()
             answered_s = answered_s if client.coordinator_is_away else now_s
             if now_s - answered_s > client.deadlines.dead_s or now_s - began_s > LAST_STATE_S:

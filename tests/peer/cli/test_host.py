@@ -17,6 +17,7 @@ from shoal.peer.cli.host import Hosting, HostOptions, _follow_admission, check_k
 from shoal.peer.cli.supervisor import Restarts
 from shoal.swarm.aio import Changes
 from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, LocalJournal
+from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import DamagedRecords, FolderInUse, HostCrashed, IdentityError, StorageError, UserError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.run_file import load_run_file, parse_run_file
@@ -116,6 +117,7 @@ class SeveralRuns:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         self.folder, self._caplog = folder, caplog
         self.files: list[Path] = []
+        self.keep_model = False
         self.leases: Counter[str] = Counter()
         self.faults: dict[str, list[Exception]] = {}
         lease = LocalJournal.lease
@@ -156,7 +158,8 @@ class SeveralRuns:
         listener = Listener()
         logging.getLogger().addHandler(listener)
         try:
-            options = HostOptions(None, self.folder / "state", ("127.0.0.1", 0), relay=False)
+            place = self.folder / "state"
+            options = HostOptions(None, place, ("127.0.0.1", 0), relay=False, keep_model=self.keep_model)
             hosting = asyncio.create_task(host(self.files, options, announced, lambda _: None))
             hosting.add_done_callback(lambda _: changes.announce())
             async with asyncio.timeout(30):
@@ -234,6 +237,23 @@ def test_a_host_whose_runs_are_all_at_fault_ends(several: SeveralRuns) -> None:
         path.write_text("")
     with pytest.raises(HostCrashed, match="none of the run files"):
         asyncio.run(several.serve(1))
+
+
+def test_members_of_a_run_that_has_ended_stay_from_the_first_answer_on(
+    several: SeveralRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stay: list[bool] = []
+    printed_token = CoordinatorService.printed_token
+
+    async def looked_at(service: CoordinatorService) -> bytes:  # what a host waits for first; members are answered
+        stay.append(service.scope.wants_last_state)
+        return await printed_token(service)
+
+    monkeypatch.setattr(CoordinatorService, "printed_token", looked_at)
+    several.add("reef")
+    several.keep_model = True
+    asyncio.run(several.serve(1))
+    assert stay[0]
 
 
 def test_another_invite_is_printed_when_admission_is_amended() -> None:

@@ -18,7 +18,7 @@ from shoal.peer.member.member import LAST_STATE_S, LocalMember, StageMembership
 from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.averaging.outcome import Committed, RoundOffer, RoundOutcome
-from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
+from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted, RunEnded
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, PeerToCoordinatorJoinRun
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.types import Blob, TensorSpec
@@ -125,6 +125,35 @@ def test_members_stay_for_the_last_state(
             await member.serve_after_end()
             assert loop.time() - began_s == pytest.approx(left_s, abs=2 * client.deadlines.heartbeat_s)
             assert member.progress.activity == "serving the model"
+
+    run_virtual(main())
+
+
+def test_a_member_that_is_removed_while_it_stays_leaves_as_from_any_run_that_has_ended() -> None:
+    async def main() -> None:
+        coordinator = MemoryCoordinator(run_toml(4))
+        async with a_member(coordinator) as member:
+            client, loop = member.client, asyncio.get_running_loop()
+
+            async def is_over() -> None:
+                raise RunEnded("the run is over")
+
+            async def has_removed_it(*_: Any) -> Any:
+                raise NotAdmitted("not a member")
+
+            client.come_back = is_over  # type: ignore[method-assign]
+            client.heartbeat = has_removed_it  # type: ignore[method-assign]
+            with pytest.raises(RunEnded):  # it lacks the last state, and gets it no more
+                await member.send_heartbeat()
+            client._view = client.view.model_copy(update={"stays": True})
+            staying = asyncio.create_task(member.serve_after_end())
+            await asyncio.sleep(30.0)
+            assert not staying.done()
+            began_s = loop.time()
+            await member.send_heartbeat()
+            await staying
+            assert loop.time() == began_s
+            await member.send_heartbeat()  # until it has left
 
     run_virtual(main())
 
