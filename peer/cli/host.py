@@ -54,6 +54,7 @@ from shoal.swarm.coordinator.local_journal import (
     Backup,
     JournalFiles,
     LocalJournal,
+    check_not_shared,
     check_run,
 )
 from shoal.swarm.coordinator.round_scope import RoundScope
@@ -288,7 +289,10 @@ async def _host_shared(
         front = await ending.enter_async_context(CoordinatorFront.open(keys, address, (one.name,)))
         pages = ending.enter_context(page_server(options.web)) if options.web is not None else None
         metrics = ending.enter_context(metrics_server(options.metrics)) if options.metrics is not None else None
-        _write(state / _PORT_FILE, f"{front.node.control_port}\n".encode())
+        # A host that stands by answers commands on its machine, too: that it does.
+        about = _about(one, options, keys, front.node.control_port)
+        for name, data in (about | {RUN_FILE: one.text.encode()}).items():
+            _write(state / name, data)
         shown = _advertised(options, front.node.control_port)
 
         def on_standby(leader: str) -> None:
@@ -306,6 +310,15 @@ async def _host_shared(
             on_event(leading | {"run": one.name})
             serving = ServingHost(front, pages, options, stop, on_start, on_event, metrics)
             await serve(serving, one, (sharing.journal, epoch))
+
+
+def _about(one: HostedRun, options: HostOptions, keys: CurveKeys, port: int) -> dict[str, bytes]:
+    """Make the files of a host's folder that say where it is reached and whose run it is."""
+    return {
+        _PORT_FILE: f"{port}\n".encode(),
+        CONTROL_FILE: f"{join_host_port(own_end(options.bind[0]), port)}\n".encode(),
+        ORIGIN_FILE: pack_origin(HistoryOrigin(run_toml=one.text, coordinator=one.identity.certify(keys))),
+    }
 
 
 def _advertised(options: HostOptions, port: int) -> tuple[Address, ...]:
@@ -372,6 +385,8 @@ async def _prepared_runs(run_paths: Sequence[Path], options: HostOptions) -> lis
 async def prepared(run_path: Path, options: HostOptions, sharing: SharedHosting | None = None) -> HostedRun:
     """Read a run file, and complete it. Raises ``RunFileError`` and what is wrong with the run on this machine."""
     text, run = load_run_file(run_path)
+    if sharing is None:
+        check_not_shared(options.state / run.run.name)
     hosted = sharing.run_file(run) if sharing is not None else None
     if hosted is not None:
         identity, pem = host_identity(options.identity, options.state / run.run.name)
@@ -495,13 +510,7 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[Journal, int]
             if backup is not None:
                 backup.keep(name, data, mode)
 
-        origin = HistoryOrigin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
-        about = {
-            _PORT_FILE: f"{port}\n".encode(),
-            CONTROL_FILE: f"{join_host_port(own_end(options.bind[0]), port)}\n".encode(),
-            ORIGIN_FILE: pack_origin(origin),
-        }
-        for name, data in about.items():
+        for name, data in _about(one, options, service.node.control.keys, port).items():
             keep(name, data)
         _write(state / RUN_FILE, text.encode())
         service.observe(report)

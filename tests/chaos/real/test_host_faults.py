@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.chaos.real.host_stage import LONG_S, MOMENTS, SHORT_S, HostFault, HostStage
 from tests.fakes.engines import EtcdCluster, etcd_cluster
-from tests.integration.harness import Swarm
+from tests.integration.harness import SHOAL, START_S, Swarm
 
 pytestmark = pytest.mark.integration
 
@@ -42,9 +42,14 @@ def test_each_step_of_a_round(swarm: Swarm, etcd: EtcdCluster, victim: str) -> N
 @pytest.mark.matrix
 def test_who_takes_over_is_killed_as_it_does(swarm: Swarm, etcd: EtcdCluster) -> None:
     stage = HostStage.open(swarm, etcd)
+    stage.train_on(-1)
     first = stage.leader
     second, third = (one for one in stage.hosts if one is not first)
     newest = max(member.last_round() for member in stage.members)
+    asked = swarm.command(
+        "members", "env", f"SHOAL_HOME={second.home}", *SHOAL, "members", str(second.state / second.run_name)
+    )
+    asked.says("this host stands by", START_S)
     first.kill()
     stage.kill_who_takes_over(second, third)
     stage.train_on(newest)
