@@ -35,6 +35,9 @@ _AT_ONCE = 8
 
 _TRACKS = ("training", "exchange")
 
+_EARLY_SHARE = 0.25
+"""Share of a round by which a member's part of it may begin before the round does."""
+
 
 @dataclass(frozen=True)
 class TracedMember:
@@ -128,11 +131,13 @@ def _within(spans: Sequence[PhaseSpan], from_s: float, to_s: float) -> tuple[Pha
 def trace_of(run: str, timing: RoundTiming, members: Sequence[TracedMember]) -> dict[str, Any]:
     """Return a trace as JSON: the coordinator as process 0, each member as a process with a thread for each track.
 
-    Times are in microseconds from the first event on. Members' spans are cut to the round, to within the error of their
-    clocks."""
+    Times are in microseconds from the first event on. Members' spans are cut to the round: they begin with the member's
+    report of the round before, a little earlier than that round's verdict, and are no more than a member's word."""
     began_s = timing.ended_s - timing.wall_s
+    early_s = _EARLY_SHARE * timing.wall_s
     members = [
-        replace(one, spans=_within(one.spans, began_s - one.error_s, timing.ended_s + one.error_s)) for one in members
+        replace(one, spans=_within(one.spans, began_s - early_s - one.error_s, timing.ended_s + one.error_s))
+        for one in members
     ]
     first_s = min([began_s, *(span.start_s for one in members for span in one.spans)])
     events = _names(0, "coordinator", ("round",))
