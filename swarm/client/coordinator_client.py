@@ -617,15 +617,15 @@ class CoordinatorClient:
         view = whole
         if view.verdict is not None and view.verdict.epoch > view.epoch:
             raise WireError("a view with the verdict of a later coordinator than the one that sends it")
-        verdict = view.verdict
-        if verdict is None and view.verdict_chain is not None:
-            verdict = old.verdict if old is not None else None
-            if verdict is None or verdict.chain != view.verdict_chain:
+        known = old.verdict if old is not None else None
+        if view.verdict is not None and (known is None or view.verdict.chain != known.chain):
+            check_verdict(view.verdict, self.coordinator_key)
+        elif view.verdict is not None or view.verdict_chain is not None:
+            if known is None or (view.verdict is None and known.chain != view.verdict_chain):
                 log.debug("ignored a view that refers to a verdict that is not known here")
                 return  # the next heartbeat shows the coordinator what is known here
-            view = view.model_copy(update={"verdict": verdict})
-        if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
-            check_verdict(verdict, self.coordinator_key)
+            # Also where it is told again: what has this chain was checked when it came first.
+            view = view.model_copy(update={"verdict": known})
         self._check_agreement(view, old)
         if (
             view.pipeline is None and old is not None and old.pipeline is not None
@@ -644,6 +644,14 @@ class CoordinatorClient:
 
         A new plan is checked: raises ``WireError`` if the host has not signed it."""
         update: dict[str, object] = {}
+        short = view.verdict_on_plan
+        if short is not None:  # first, as the view may bring the plan of the round after it
+            if self._plan is None or short.plan_digest != self._plan_digest:
+                return None
+            try:
+                update |= {"verdict": short.on(self._plan), "verdict_on_plan": None}
+            except ValueError as error:
+                raise WireError("a verdict does not fit the plan that it names") from error
         if view.plan is not None:
             if self._plan is None or (view.plan, view.plan_signature) != (self._plan, self._plan_signature):
                 name = self.round_name(view.round)
@@ -653,14 +661,6 @@ class CoordinatorClient:
             if self._plan is None or (view.plan_digest, view.round) != (self._plan_digest, self._plan.round):
                 return None
             update["plan"] = self._plan
-        short = view.verdict_on_plan
-        if short is not None:
-            if self._plan is None or short.plan_digest != self._plan_digest:
-                return None
-            try:
-                update |= {"verdict": short.on(self._plan), "verdict_on_plan": None}
-            except ValueError as error:
-                raise WireError("a verdict does not fit the plan that it names") from error
         return view.model_copy(update=update) if update else view
 
     def _check_agreement(self, view: RunView, old: RunView | None) -> None:

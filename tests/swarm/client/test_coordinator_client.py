@@ -1,6 +1,7 @@
 """A member always knows the newest verdict, though it is told it once: on the virtual clock."""
 
 import asyncio
+from random import Random
 from typing import Any
 
 import pytest
@@ -199,6 +200,106 @@ def test_a_verdict_without_its_plan_is_checked_like_a_whole_one() -> None:
                 with pytest.raises(WireError, match=why):
                     await run[0].channel.push(CoordinatorToPeerView(view=before.model_copy(update=changes)))
                 assert run[0].view is before
+
+    run_virtual(main())
+
+
+def test_a_view_may_bring_a_plan_and_the_verdict_on_the_one_before() -> None:
+    async def main() -> None:
+        async with swarm(1, run_toml(4), ELEMENTS) as run:
+            heard, client = _Heard(run[0].channel), run[0].client
+            await a_round(run)
+            first = next(view for view in heard.views if view.phase == "averaging" and view.plan is not None)
+            verdict, digest = run[0].view.verdict, client._plan_digest
+            assert verdict is not None
+            assert digest is not None
+            heard.views.clear()
+            await a_round(run)
+            second = next(view for view in heard.views if view.phase == "averaging" and view.plan is not None)
+            client._view, client._plan, client._plan_digest = first, first.plan, digest  # the verdict got lost
+            told = {"verdict": None, "verdict_on_plan": VerdictOnPlan.of(verdict, digest)}
+            await run[0].channel.push(CoordinatorToPeerView(view=second.model_copy(update=told)))
+            assert (run[0].view.plan, run[0].view.verdict) == (second.plan, verdict)
+            assert client._plan_digest == second.plan_digest
+
+    run_virtual(main())
+
+
+def test_what_a_host_tells_again_of_a_verdict_changes_nothing() -> None:
+    async def main() -> None:
+        async with swarm(1, run_toml(4), ELEMENTS) as run:
+            await a_round(run)
+            before, digest = run[0].view, run[0].client._plan_digest
+            verdict = before.verdict
+            assert verdict is not None
+            assert digest is not None
+            other = verdict.model_copy(update={"digests": (bytes(32),)})  # under the hash and signature of the true one
+            for told in (
+                {"verdict": other},
+                {"verdict": None, "verdict_on_plan": VerdictOnPlan.of(other, digest)},
+            ):
+                view = before.model_copy(update={"sequence": before.sequence + 1, **told})
+                await run[0].channel.push(CoordinatorToPeerView(view=view))
+                assert run[0].view.verdict == verdict
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_member_acts_on_nothing_but_the_hosts_plan_and_verdict_whatever_gets_lost(seed: int) -> None:
+    """Views are lost, come twice and late; the host restarts in the middle of rounds, and forgets plans."""
+
+    async def main() -> None:
+        rng = Random(seed)
+        async with swarm(3, run_toml(12), ELEMENTS) as run:
+            host = run.coordinator
+            true: dict[tuple[int, int], tuple[Any, Any]] = {}
+            make = host._view
+
+            def made(peer: str, key: bytes) -> CoordinatorToPeerView:
+                scope = host.machine.scope
+                true[scope.log.epoch, scope.log.announcements] = scope.round.plan, scope.verdict
+                return make(peer, key)
+
+            host._view = made  # type: ignore[method-assign]
+            seen = {"plans": 0, "named": 0}
+
+            def watch(member: Any) -> None:
+                client, late = member.client, list[RunView]()
+                apply = client._apply_view
+
+                def applied(view: RunView) -> None:
+                    late.append(view)
+                    for one in (view, *rng.sample(late, min(2, len(late)))):
+                        if rng.random() < 0.3 and one is view:
+                            continue  # lost
+                        before = client.view
+                        # A plan that was sent a moment ago is only named, as on its way.
+                        apply(one.model_copy(update={"plan": None}) if rng.random() < 0.3 else one)
+                        now = client.view
+                        assert (now.epoch, now.sequence) >= (before.epoch, before.sequence)
+                        assert (now.plan, now.verdict) == true[now.epoch, now.sequence]
+                        seen["plans"] += now.plan is not None
+                        seen["named"] += now is not one and one.plan_digest is not None and one.plan is None
+
+                client._apply_view = applied
+
+            for member in run.members:
+                watch(member)
+                true[member.view.epoch, member.view.sequence] = member.view.plan, member.view.verdict
+
+            async def restart_now_and_then() -> None:
+                while True:
+                    await asyncio.sleep(rng.uniform(5.0, 20.0))
+                    host.restart()
+
+            restarting = asyncio.create_task(restart_now_and_then())
+            async with asyncio.timeout(3000.0):
+                while host.machine.scope.round.number < 4:
+                    await a_round(run)
+            restarting.cancel()
+            assert seen["plans"]
+            assert seen["named"]
 
     run_virtual(main())
 
