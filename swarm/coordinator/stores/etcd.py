@@ -267,7 +267,7 @@ class EtcdStore:
             connection.request("POST", f"/v3/{what}", body, headers)
             response = connection.getresponse()
             data = response.read(_MOST_ANSWER_BYTES)
-            answer = _unpacked(data)
+            answer = _unpacked(data, response.status)
             if isinstance(error := answer.get("error"), dict):  # as streams end with
                 answer = {"code": error.get("grpc_code"), "message": error.get("message")}
                 return 500, answer
@@ -312,9 +312,11 @@ class EtcdStore:
             connection.close()
 
 
-def _unpacked(data: bytes) -> dict[str, Any]:
-    """Unpack an answer, which the gateway itself gives as plain text. Raises ``ValueError``."""
-    if data[:1].isalpha():
+def _unpacked(data: bytes, status: int) -> dict[str, Any]:
+    """Unpack an answer; a refusal may be plain text of the gateway. Raises ``ValueError``.
+
+    Text that claims success is of something else than etcd, and must not look like a journal in which nothing is."""
+    if data[:1].isalpha() and status != 200:
         return {"message": data[:300].decode(errors="replace").strip()}
     answer = json.loads(data) if data else {}
     if not isinstance(answer, dict):

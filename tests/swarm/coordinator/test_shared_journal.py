@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -612,6 +613,33 @@ def test_a_journal_may_be_compacted_while_a_follower_reads_a_long_value(tmp_path
     assert follower.follow()
     assert follower.next_index == at + 2
     assert follower.read(0) == [snapshot]
+
+
+class _AnswersAnything(BaseHTTPRequestHandler):
+    """What is at an address instead of etcd, as a proxy is: all is well."""
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"OK")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_what_is_no_etcd_is_no_empty_journal() -> None:
+    with HTTPServer(("127.0.0.1", 0), _AnswersAnything) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            store = open_store(f"etcd://127.0.0.1:{server.server_port}/shoal", "run")
+            with pytest.raises(JournalUnavailable, match="etcd does not answer"):
+                store.open()
+            store.close()
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def test_an_engine_that_is_not_there(tmp_path: Path) -> None:
