@@ -20,7 +20,7 @@ from tests.swarm.coordinator.pipeline_world import (
     model,
     run_file,
 )
-from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry, peer_name
+from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry, heartbeat, peer_name
 
 from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger
@@ -31,7 +31,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorDrive,
     PeerToCoordinatorShowCapability,
 )
-from shoal.swarm.protocol.types import Capability, KeptState, LayerSize
+from shoal.swarm.protocol.types import Capability, DeviceUse, KeptState, LayerSize
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, tied_together
 from shoal.swarm.sample_ranges import Ranges, to_wire
 
@@ -708,3 +708,23 @@ def test_newcomers_take_no_stage_from_who_has_credit() -> None:
     for by in neighbours:
         accuse(world, by, accused, 1)
     assert world.peers[accused].name in world.machine.spans
+
+
+def test_energy_of_a_pipeline_is_counted_once_for_all_stages() -> None:
+    world = PipelineWorld(run_file(), 4)
+    rounds(world, 1)
+    peer = world.peers[0]
+
+    def reads(energy_j: float) -> None:
+        use = DeviceUse(cpu=0.5, memory_used_bytes=1, energy_j=energy_j)
+        world.machine.heartbeat(peer.name, heartbeat(use=use, anchor_version=None, state_digest=None), world.now_s)
+
+    reads(0.0)
+    rounds(world, 2)
+    reads(900.0)
+    rounds(world, 3)
+    costs = world.machine.status(world.now_s).costs
+    assert (costs.energy_j, costs.round_energy_j, costs.metered_members) == (900.0, 900.0, 1)
+    assert world.machine.timings.since(0)[-1].energy_j == 900.0
+    world.restart()
+    assert world.machine.status(world.now_s).costs.energy_j == 900.0
