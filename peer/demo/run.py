@@ -25,7 +25,8 @@ from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunSection, parse_run_file
 from shoal.swarm.system import run_loop
 
-_START_S = 90.0
+_START_S = 240.0
+"""A busy machine takes long to import, build and pin; a host that has ended is noticed at once."""
 _POLL_S = 0.25
 _AFTERWARDS_S = 90.0
 _ASK_EVERY_S = 1.0

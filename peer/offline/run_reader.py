@@ -24,6 +24,7 @@ from shoal.peer.state_transfer.partial_state import PartialState, WantedState
 from shoal.peer.state_transfer.start import RunStart
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.client.observer import observe, observe_stages
 from shoal.swarm.errors import LinkError, RecipeError, StateFileError
@@ -176,19 +177,20 @@ async def observe_run(invite: Invite) -> AsyncIterator[LiveRun]:
         run = client.run_file
         if run.recipe.name == "own":
             raise RecipeError("this run has no recipe to name its parameters: export a member's checkpoint instead")
-        recipe, slots = load_recipe(run), run.outer.slots
+        # In threads, as importing and building take seconds, and a guest that is silent meanwhile is removed.
+        recipe, slots = await in_thread(load_recipe, run), run.outer.slots
         vectors, node = 1 + slots, client.node
         start = RunStart(run.start, slots, None, node, node.trainers, _FETCH_S) if run.start is not None else None
         if run.pipeline is None:
             check_start_fits(run, recipe)
-            model = recipe.build_model(run.run.seed)
+            model = await in_thread(recipe.build_model, run.run.seed)
             layout = ParameterVector(model).layout
             yield LiveRun(client, recipe, (StateShare(client, layout, vectors, start),), model_buffers(model))
             return
         pipeline = client.view.pipeline
         if pipeline is None:
             raise StateFileError("the run has not been cut into stages yet; try again later")
-        layers = layered_recipe(recipe, run).layers(run.run.seed)
+        layers = await in_thread(layered_recipe(recipe, run).layers, run.run.seed)
         layers.check_boundaries(pipeline.boundaries)
         layouts = [
             tuple(spec for layout in layers.layouts[first:stop] for spec in layout)
