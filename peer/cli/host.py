@@ -534,7 +534,7 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[Journal, int]
             here = Address(host=own_end(options.bind[0]), control_port=port)
             following = [
                 tasks.create_task(_follow_admission(service, make_invite, announce)),
-                tasks.create_task(last.run(invite, here)),
+                tasks.create_task(last.run(make_invite, here)),
             ]
             if one.sharing is not None:
                 following.append(tasks.create_task(_follow_hosts(invite, make_invite, announce)))

@@ -57,8 +57,9 @@ class LastModel:
         self._say = say
         service.scope.wants_last_state = place is not None
 
-    async def run(self, invite: Invite, here: Address) -> None:
-        """Wait for the run's end. ``here``: where this machine itself reaches the coordinator."""
+    async def run(self, make_invite: Callable[[], Awaitable[Invite]], here: Address) -> None:
+        """Wait for the run's end. ``make_invite``: one by which this host lets an observer in then, whatever has become
+        of admission since the start; ``here``: where this machine itself reaches the coordinator."""
         scope, changes = self._service.scope, Changes()
         was_over = scope.has_ended
         self._service.observe(lambda _: changes.announce())
@@ -67,7 +68,7 @@ class LastModel:
         self._say(make_event("run_ended", rounds=now.rounds_committed, tokens=now.tokens_committed, loss=now.loss))
         try:
             if self._place is not None and not (was_over and self._place.exists()):
-                await self._keep(replace(invite, addresses=(here,)), self._place)
+                await self._keep(make_invite, here, self._place)
         finally:
             scope.wants_last_state = False
 
@@ -82,9 +83,10 @@ class LastModel:
             else:
                 return
 
-    async def _keep(self, invite: Invite, place: Path) -> None:
+    async def _keep(self, make_invite: Callable[[], Awaitable[Invite]], here: Address, place: Path) -> None:
         try:
             async with asyncio.timeout(_FETCH_S):
+                invite = replace(await make_invite(), addresses=(here,))
                 # In the environment, as arguments are seen by all users of a machine.
                 await self._export(["export", "--out", str(place), "--replace"], {INVITE_VARIABLE: str(invite)})
         except (ShoalError, TimeoutError) as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from shoal.peer.cli.last_model import LastModel, keeps_model
 from shoal.swarm.errors import NotAdmitted, RecipeError, Unreachable
-from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.invite import TOKEN_BYTES, Invite
 from shoal.swarm.protocol.types import Address
 
 INVITE = Invite((Address(host="host.example", control_port=1),), "reef", bytes(32), bytes(32), b"")
@@ -50,10 +51,16 @@ def ended(place: Path | None, *errors: Exception) -> tuple[list[dict[str, Any]],
             raise errors[len(commands) - 1]
 
     async def main() -> None:
+        token = b"of the start"
+
+        async def make_invite() -> Invite:
+            return replace(INVITE, token=token.ljust(TOKEN_BYTES))
+
         last = LastModel(service, place, run_command, events.append)
-        running = asyncio.create_task(last.run(INVITE, HERE))
+        running = asyncio.create_task(last.run(make_invite, HERE))
         await asyncio.sleep(0)
         assert events == []
+        token = b"of the end"
         service.end()
         await running
 
@@ -71,6 +78,7 @@ def test_the_last_model_is_fetched_over_this_machine_and_no_secret_is_an_argumen
     assert arguments == ["export", "--out", str(tmp_path / "model.safetensors"), "--replace"]
     (invite,) = variables.values()
     assert Invite.parse(invite).addresses == (HERE,)
+    assert Invite.parse(invite).token.startswith(b"of the end"), "who is let in may have been amended"
     assert stayed == [True, False], "members stay as long as it takes"
 
 
