@@ -375,8 +375,8 @@ class SimulatedRun:
             return
         plan, exchange = verdict.plan, self._exchange
         if plan is not None:
-            # Digests, and a signature of each part's maker, beside the plan.
-            self._verdict_bytes = self._plan_bytes + 145 * len(plan.parts) + 500
+            # Digests, and a signature of each part's maker; the plan is known already.
+            self._verdict_bytes = 145 * len(plan.parts) + 500
         before = self.result.rounds[-1].ended_s if self.result.rounds else 0.0
         one = SimulatedRound(
             number=verdict.round,
@@ -433,7 +433,7 @@ class SimulatedRun:
             )
 
         roster = self._base_bytes + self._entry_bytes * len(scope.membership.live)
-        self.result.host.count("join", size, roster + self._verdict_bytes)
+        self.result.host.count("join", size, roster + self._plan_bytes + self._verdict_bytes)
         member.roster_version = scope.membership.roster_version
         self._settle()
         return True
@@ -487,11 +487,10 @@ class SimulatedRun:
         return self.news()
 
     def _answer_bytes(self, member: LightMember) -> float:
-        """Return the size of a view in answer to a request, of a member that knows the newest verdict."""
-        plan = self._plan_bytes if self.scope.round.phase == "averaging" else 0
+        """Return the size of a view in answer to a request, of a member that knows the newest verdict and plan."""
         version, known = self.scope.membership.roster_version, max(member.roster_version, self._roster_pushed)
         member.roster_version = version
-        return self._base_bytes + plan + self._entry_bytes * float(version - known)
+        return self._base_bytes + self._entry_bytes * float(version - known)
 
     def _size(self, message: Message) -> int:
         return len(encode(Envelope("request", 1, message, run=self.run.run.name), _NO_LIMIT_BYTES))
