@@ -70,6 +70,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.run_file import DataSection, RunFile, parse_run_file
+from shoal.swarm.protocol.statements import PlanSigner
 from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.protocol.work_scores import BAD
 from shoal.swarm.sample_ranges import count, merge
@@ -210,8 +211,8 @@ class LyingReduction(Reduction):
 
 
 class LyingOwner(Averager):
-    async def _all_reduce(self, store: ResultStore) -> AllReduce:
-        exchange = await super()._all_reduce(store)
+    def _all_reduce(self, store: ResultStore, signer: PlanSigner) -> AllReduce:
+        exchange = super()._all_reduce(store, signer)
         kept = exchange.as_owner.inclusions
         exchange.as_owner = LyingReduction(exchange._context, store.group, store.put, inclusions=kept)
         return exchange

@@ -38,6 +38,7 @@
     │   ├── Busy                32    the other side has more urgent work; ask again soon
     │   ├── StaleWork           29    the samples of this work were leased to another member meanwhile
     │   ├── LinkClosed          31    the link was closed; a new one can be opened
+    │   ├── SecureRefused       65    what is shown of a secure round contradicts itself: nothing more is said in it
     │   └── WireError           30    malformed bytes; the connection is closed
     │       └── AboveBound      30    a mean is larger than the round's plan allows
     ├── HostCrashed             52    signals have ended the host's process too often
@@ -282,6 +283,13 @@ class StaleWork(LinkError):
     """The samples that a contribution covers were leased to another member in the meantime."""
 
     exit_code = 29
+
+
+class SecureRefused(LinkError):
+    """What this member was shown of a secure round contradicts itself or what it was shown before. It masks, signs and
+    reveals nothing more in that round: somebody may be after its contribution."""
+
+    exit_code = 65
 
 
 class WireError(LinkError):

@@ -74,6 +74,7 @@ from shoal.swarm.protocol.types import (
 )
 from shoal.swarm.protocol.work_scores import WorkScore
 from shoal.swarm.sample_ranges import Ranges, to_wire
+from shoal.swarm.secure.reveal_record import RevealRecord
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.limits.traffic_limits import TrafficLimits
 from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
@@ -114,6 +115,9 @@ _SPOOLS = "serving"
 
 _USE_EVERY_S = 10.0
 """Time between two looks at the use of the machine."""
+
+_SECURE_ROUNDS = "secure-rounds"
+"""File with the sets that were signed under secure averaging."""
 
 _COMPILED_ELEMENTS = 2**19
 """Elements from which it pays to compile the codecs; coding a smaller model takes milliseconds anyway."""
@@ -561,6 +565,11 @@ class LocalMember:
         self._averager.clock = self.clock
         self._averager.on_exchange = self._donor.pause
         self._averager.inclusions_folder = self._donor.folder
+        if self.client.run_file.averaging.secure:
+            if self._donor.folder is not None:
+                self._averager.reveal_record = RevealRecord(self._donor.folder.with_name(_SECURE_ROUNDS))
+            else:
+                log.warning("without a folder, this member forgets at its end which secure work has left it")
         if share := self.client.run_file.audit.share:
             client, rng = self.client, secrets.SystemRandom()
             auditor = Auditor(self.endpoint, client.peer, share, client.deadlines, client.show_evidence, rng)

@@ -105,6 +105,8 @@ class LocalState:
             self._samples.restore_counters(own.restore(self._optimizer, self._model))
             if state is not checkpoint.state or self._member.client.view.plan is not None:
                 return False
+            if self._member.averager.reveal_record.has_spent(state.digest):
+                return False  # it has left masked since, in a round that came to nothing
             return self._member.averager.round_feedback.restore(own.restore_residual)
         except (StateFileError, CodecError) as error:
             log.warning("this peer goes on without what the checkpoint has of its own: %s", error)
@@ -437,7 +439,12 @@ class TrainingReplica:
         return not isinstance(outcome, Resync)
 
     def _keep_work(self, offered_round: int, outcome: Aborted) -> None:
-        self.samples.take_back()
+        if outcome.is_spent:
+            self.samples.drop_offered()
+            self.work.restart_from(self._state.anchor)
+            self._note_anchor()
+        else:
+            self.samples.take_back()
         if outcome.verdict is None:
             self._enter_round(offered_round)
         else:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.compression.codec_map import CodecMap
@@ -28,10 +30,18 @@ from shoal.swarm.averaging.prefetch import Prefetch, PrefetchManager
 from shoal.swarm.averaging.result_fetch import complete_results
 from shoal.swarm.averaging.results import PublishedResults, ResultArchive, ResultStore, RoundMean
 from shoal.swarm.averaging.round_feedback import RoundFeedback
+from shoal.swarm.averaging.secure_exchange import SecureExchange, scales_after
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
-from shoal.swarm.protocol.messages import MadePart, PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
+from shoal.swarm.errors import LinkError, NotAdmitted, SecureRefused, StaleWork
+from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerSecureBoard,
+    MadePart,
+    PeerToCoordinatorRoundReady,
+    PeerToCoordinatorRoundReport,
+    PeerToCoordinatorSecureStep,
+)
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
+from shoal.swarm.protocol.secure import commitment
 from shoal.swarm.protocol.statements import (
     ContributionStatement,
     PartStatement,
@@ -40,9 +50,24 @@ from shoal.swarm.protocol.statements import (
     plan_digest,
     unsigned_contributions,
 )
+from shoal.swarm.sample_ranges import from_wire
+from shoal.swarm.secure.member import SecureMember
+from shoal.swarm.secure.reveal_record import RevealRecord
+from shoal.swarm.secure.round_keys import fresh_nonce
+from shoal.swarm.token_buckets import TokenBuckets
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
+
+_ACQUAINTED = 8
+"""Committed secure rounds with a member until it is no stranger: as many as credit takes."""
+
+_DRAWS, _DRAW_EVERY_S = 3, 600.0
+"""Secure rounds that may fail at once after our keys were shown, from when on the host may know the groups, and time
+until another one may."""
+
+_UNPLANNED = 4
+"""Rounds in a row without a plan after which a member does without the scales that it has, as others may have none."""
 
 
 class Averager:
@@ -76,11 +101,21 @@ class Averager:
         """For files of contributions: those that our means include, and our own for validators."""
         self.auditor: Auditor | None = None
         """Gets the results of each committed round; whoever it accuses is named in our reports."""
-        self._exchange: AllReduce | None = None
+        self._exchange: AllReduce | SecureExchange | None = None
+        self.reveal_record = RevealRecord(None)
+        """The rounds whose sets we have signed, under secure averaging."""
+        self._nonce = b""
+        self._scales = b""
+        self._masked_before = 0
+        self._unplanned = 0
+        self._rounds_with: Counter[str] = Counter()
+        """By peer, the committed rounds that it was planned in, of those that we have seen."""
+        self._draws: TokenBuckets[str] = TokenBuckets(1 / _DRAW_EVERY_S, _DRAWS)
         self.prefetch_manager = PrefetchManager(client, endpoint, codec_map, self._buffers)
         """Its ``run`` is a task beside everything else: it begins exchanges before ``average`` is called."""
         self._prefetch: Prefetch | None = None
         self._is_offered = False
+        self._secure_member: SecureMember | None = None
         self._joins = 0
         self._claim = b""
         self._contribution: EncodedContribution | None = None
@@ -89,16 +124,28 @@ class Averager:
         self._idle.set()
 
     @property
+    def _has_masked(self) -> bool:
+        """Whether masked bytes of our offer may have left."""
+        return self._secure_member is not None and self._secure_member.has_masked
+
+    @property
+    def _masked_moved(self) -> int:
+        now = self._exchange.moved if isinstance(self._exchange, SecureExchange) else 0
+        return self._masked_before + now
+
+    @property
     def chunks_moved(self) -> int:
         """Result chunks made or received so far, which heartbeats report as progress."""
-        return self._stores.moved
+        return self._stores.moved + self._masked_moved
 
     async def average(self, offer: RoundOffer) -> RoundOutcome:
         """Take part in a round from ``ready`` to its verdict; returns what the verdict means for this member."""
         self._idle.clear()
         self.clock.exchange("packing")
         self._joins, self._is_offered, self._claim = self._client.joins, False, b""
-        self._prefetch = self.prefetch_manager.take(offer.round)
+        self._secure_member = None
+        outcome: RoundOutcome | None = None
+        self._prefetch = None if self._is_secure else self.prefetch_manager.take(offer.round)
         try:
             async with task_scope() as tasks:
                 outcome = await self._until_verdict(offer, tasks)
@@ -109,16 +156,52 @@ class Averager:
                 await self._end_exchange()
                 self.prefetch_manager.release()
                 await self.round_feedback.close()
+                if self._has_masked and not isinstance(outcome, Committed):
+                    self.round_feedback.forget()  # the residual was in what has left
                 self._contribution = None
                 self._buffers.trim()
                 self.activity = ""
                 self.clock.exchange(None)
             finally:
                 self._idle.set()
+        if isinstance(outcome, Aborted):
+            outcome = self._settle_aborted(offer, outcome)
         # A mean may include some of the residual, which must not be included twice; late work is others' from now on.
         if isinstance(outcome, Resync) and (self._is_offered or self.round_feedback.late is not None):
             self.round_feedback.forget()
+        if isinstance(outcome, Resync):
+            self._scales = b""  # they follow from the bytes of each round, and we may miss some
         return outcome
+
+    def _settle_aborted(self, offer: RoundOffer, outcome: Aborted) -> Aborted | Resync:
+        """Decide what an aborted secure round leaves of our offer.
+
+        Its sum may be known to somebody, so the same work, offered once more, would be what two sums differ by. Where
+        the verdict says so, all are done with the samples; where it does not, or there is none, we are."""
+        verdict = outcome.verdict
+        if self._secure_member is not None and self._secure_member.has_shown_keys:
+            self._draws.take("draw", 1.0, asyncio.get_running_loop().time())
+        if verdict is not None and verdict.spent and verdict.plan is not None and self._is_planned(verdict.plan, offer):
+            self.round_feedback.forget()  # also where ours has not left, as others cannot know that
+            return Aborted(f"{outcome.reason}; its masked work is lost", verdict, is_spent=True)
+        if self._has_masked:
+            return Resync(f"{outcome.reason}; the masked contribution must not be offered again")
+        if verdict is not None:
+            self._unplanned = 0 if verdict.plan is not None else self._unplanned + 1
+        if self._unplanned >= _UNPLANNED:
+            self._scales = b""  # members that have different scales, or none, agree on those of a first round
+        return outcome
+
+    async def _await_draw(self, number: int) -> None:
+        """Wait until groups may be drawn once more: a host that knows a draw could have others until one suits it."""
+        now_s = asyncio.get_running_loop().time()
+        if self._draws.is_in_debt("draw", now_s):
+            wait_s = self._draws.wait_s("draw", 1.0, now_s)
+            log.warning("secure rounds failed after their groups were drawn: sitting out %.0f s", wait_s)
+            self.activity = "waiting"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._client.wait_for(lambda view: view.round > number)
 
     async def until_idle(self) -> None:
         """Return when no round is running: what is carried to the next one is settled."""
@@ -128,8 +211,14 @@ class Averager:
         client, number = self._client, offer.round
         if offer.weight_tokens:
             self._claim = await self.round_feedback.begin(offer, self._joins)
-            feedback, grid = self.round_feedback.error_feedback, LeafGrid(self._elements, self._codec_map)
-            self._contribution = await encode(feedback, grid, self._buffers.passing)
+            if self._is_secure:  # nothing of a contribution is said, or encoded, before it is masked
+                if self.reveal_record.is_spent(offer.state_digest, from_wire(offer.ranges)):
+                    return Resync("these samples were trained on from this anchor before, for a sum that may be known")
+                await self._await_draw(number)
+                self._claim, self._nonce = b"", fresh_nonce()
+            else:
+                feedback, grid = self.round_feedback.error_feedback, LeafGrid(self._elements, self._codec_map)
+                self._contribution = await encode(feedback, grid, self._buffers.passing)
         ready = PeerToCoordinatorRoundReady(
             round=number,
             anchor_version=offer.anchor_version,
@@ -140,6 +229,7 @@ class Averager:
             first=offer.first,
             norms=self._claim,
             root=self._root,
+            scales=self._scales,
         )
         statement = ContributionStatement.of_ready(client.round_name(number), ready)
         ready = ready.model_copy(update={"signature": client.sign(statement)})
@@ -186,8 +276,11 @@ class Averager:
         return planned.get(self._client.peer) == ours and _same_state(plan, offer) and self._fits_run(plan)
 
     def _fits_run(self, plan: RoundPlan) -> bool:
-        """Whether the plan gathers contributions just where the run file says so: their memory is bounded there."""
+        """Whether the plan masks contributions, or gathers them, just where the run file says so: their secrecy, or
+        their memory, depends on it."""
         run = self._client.run_file
+        if run.averaging.secure or plan.secure is not None:
+            return run.averaging.fits_secure(plan.secure)
         if run.collective is None:
             return plan.mean != "gather"
         return plan.mean == "gather" and len(plan.members) <= run.collective.members
@@ -205,7 +298,13 @@ class Averager:
 
     @property
     def _root(self) -> bytes:
+        if self._is_secure:
+            return commitment(self._nonce, self._scales) if self._nonce else bytes(32)
         return bytes(32) if self._contribution is None else self._contribution.root
+
+    @property
+    def _is_secure(self) -> bool:
+        return self._client.run_file.averaging.secure
 
     # Exchange -----------------------------------------------------------------------------------------------
 
@@ -224,14 +323,17 @@ class Averager:
         trouble = await in_thread(self._made_up, plan) if is_planned else ""
         if trouble or not is_planned:
             await self._drop_prefetch()
-            nothing = (None,) * len(plan.parts)
-            return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble=trouble)
+            return _nothing(plan, trouble)
         self.activity = "averaging"
         client, self._is_offered = self._client, True
         if self._prefetch is not None and not (view.as_expected and self._prefetch.fits(plan)):
             self._prefetch.context.close_streams(tasks)
         store = self._open_store(plan)
-        exchange = self._exchange = await self._all_reduce(store)
+        try:
+            exchange = self._exchange = await self._exchange_of(store, offer)
+        except SecureRefused as error:
+            log.error("round %d: %s", plan.round, error)
+            return _nothing(plan, str(error))
         self.on_exchange(True)
         self._prefetch = None
         async with asyncio.TaskGroup() as running_tasks:
@@ -242,13 +344,15 @@ class Averager:
                 running.cancel()
                 return None
         result = running.result()
-        if self.auditor is not None:
+        if self.auditor is not None and isinstance(exchange, AllReduce):
             accused = self.auditor.accused(plan.round)
             result.failed |= {index for index, one in enumerate(plan.members) if one.peer in accused}
         report = await in_thread(result.report, store, exchange.deliveries())
         return await in_thread(self._signed, report, exchange)
 
-    def _signed(self, report: PeerToCoordinatorRoundReport, exchange: AllReduce) -> PeerToCoordinatorRoundReport:
+    def _signed(
+        self, report: PeerToCoordinatorRoundReport, exchange: AllReduce | SecureExchange
+    ) -> PeerToCoordinatorRoundReport:
         """Return the report with our signatures of the parts that we have reduced."""
         signer, signed = exchange.signer, []
         for part, chunks in exchange.made().items():
@@ -257,12 +361,24 @@ class Averager:
             signed.append(made.model_copy(update={"signature": signer.sign(statement)}))
         return report.model_copy(update={"made": tuple(signed)})
 
-    async def _all_reduce(self, store: ResultStore) -> AllReduce:
+    async def _exchange_of(self, store: ResultStore, offer: RoundOffer) -> AllReduce | SecureExchange:
+        """Return our exchange by the store's plan. Raises ``SecureRefused``."""
+        client, number = self._client, store.plan.round
+        about = PlanStatement(client.round_name(number), await in_thread(plan_digest, store.plan))
+        signer = PlanSigner(client.peer, about, client.sign)
+        if store.plan.secure is None:
+            return self._all_reduce(store, signer)
+        known = [peer for peer, rounds in self._rounds_with.items() if rounds >= _ACQUAINTED]
+        make = functools.partial(SecureMember, scales=self._scales, ranges=from_wire(offer.ranges), known=known)
+        member = await in_thread(make, store.plan, signer, self._nonce, self.reveal_record)
+        self._secure_member = member
+        feedback, board = self.round_feedback.error_feedback, _CoordinatorBoard(client, number)
+        return SecureExchange(self._endpoint, store, signer, feedback, member, board, client.deadlines, client.was_away)
+
+    def _all_reduce(self, store: ResultStore, signer: PlanSigner) -> AllReduce:
         client, feedback, contribution = self._client, self.round_feedback.error_feedback, self._contribution
         assert contribution is not None, "the plan has our root"
         deadlines, prefetch, number = client.deadlines, self._prefetch, store.plan.round
-        about = PlanStatement(client.round_name(number), await in_thread(plan_digest, store.plan))
-        signer = PlanSigner(client.peer, about, client.sign)
         exchange = AllReduce(
             self._endpoint, store, signer, feedback, contribution, deadlines, client.was_away, prefetch
         )
@@ -294,6 +410,8 @@ class Averager:
         await self._drop_prefetch()
         if self._exchange is not None:
             await self._exchange.close()
+            if isinstance(self._exchange, SecureExchange):
+                self._masked_before += self._exchange.moved
             self._exchange = None
             self.on_exchange(False)
 
@@ -320,6 +438,10 @@ class Averager:
             self._drop_inclusions(offer.round)
             return Aborted(verdict.reason, verdict)
         assert verdict.plan is not None
+        if self._has_masked and isinstance(exchange, SecureExchange):
+            about = PlanStatement(self._client.round_name(offer.round), await in_thread(plan_digest, verdict.plan))
+            if about != exchange.signer.plan:
+                return Resync("the round was committed by another plan than the one that we masked for")
         if not _same_state(verdict.plan, offer):
             return Resync("the other members averaged from another state than ours")
         self.activity = "applying"
@@ -332,13 +454,19 @@ class Averager:
         await self._stores.drop(*before)
         planned = self._is_planned(verdict.plan, offer)
         if planned and exchange is None:
-            exchange = await self._all_reduce(self._stores[offer.round])
+            try:
+                exchange = await self._exchange_of(self._stores[offer.round], offer)
+            except SecureRefused as error:
+                return Resync(str(error))
         ours = self._client.joins == self._joins
         end = functools.partial(self.round_feedback.end, planned=planned, ours=ours)
         await in_thread(end, offer, exchange, self._joins)
+        if verdict.plan.secure is not None:
+            self._scales = await in_thread(scales_after, self._stores[offer.round])
+            self._rounds_with.update(one.peer for one in verdict.plan.members)
         self.round_feedback.measure()
         self._show_inclusions(offer.round)
-        if self.auditor is not None:
+        if self.auditor is not None and verdict.plan.secure is None:
             self.auditor.offer(self._stores[offer.round], verdict)
         await self._keep_contribution(offer.round, is_in_mean=planned)
         return Committed(mean, verdict, included=planned)
@@ -370,6 +498,35 @@ class Averager:
         store = self._stores.get(plan.round) or self._open_store(plan)
         await complete_results(self._endpoint, store, verdict, self._client.peer, self._client.deadlines)
         return await in_thread(RoundMean, store)
+
+
+class _CoordinatorBoard:
+    """The coordinator's board of a secure round (a ``BoardLink``)."""
+
+    def __init__(self, client: CoordinatorClient, number: int) -> None:
+        self._client = client
+        self._number = number
+
+    async def post(self, step: PeerToCoordinatorSecureStep) -> CoordinatorToPeerSecureBoard:
+        return await self._client.ask(step, CoordinatorToPeerSecureBoard)
+
+    async def changed(self, stage: int, is_due: Callable[[], bool]) -> None:
+        client, epoch = self._client, self._client.view.epoch
+        view = await client.wait_for(
+            lambda view: is_due() or view.round != self._number or view.epoch != epoch or view.secure_stage != stage,
+            client.deadlines.heartbeat_s,
+        )
+        if view.round > self._number:
+            await asyncio.Event().wait()  # the verdict is here: nothing is posted any more
+
+    def wake(self) -> None:
+        self._client.wake()
+
+
+def _nothing(plan: RoundPlan, trouble: str) -> PeerToCoordinatorRoundReport:
+    """Return the report of a member that takes no part in an exchange."""
+    digests = (None,) * len(plan.parts)
+    return PeerToCoordinatorRoundReport(round=plan.round, digests=digests, dropped=(), trouble=trouble)
 
 
 def _same_state(plan: RoundPlan, offer: RoundOffer) -> bool:

@@ -19,6 +19,7 @@ from shoal.compression.codec_map import CodecMap
 from shoal.compression.robust_mean import LENGTHENING
 from shoal.swarm.averaging.norm_claims import claimed_squares, range_elements
 from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.secure import SecurePlan
 
 _ROUNDING = 1.01
 """Factor on squares, above what float32 rounding in codecs, sums of 1024 members and measured norms can add."""
@@ -90,6 +91,19 @@ class NormBounds:
     def _touched(self, start: int, stop: int) -> slice:
         """Return the claimed ranges that these values lie in."""
         return slice(start // self._step, math.ceil(stop / self._step))
+
+
+def secure_mean_bound(plan: RoundPlan, secure: SecurePlan, growth: float, bounds: tuple[int, int]) -> float:
+    """Bound on the squared norm of a secure round's mean of these values, whoever is in it.
+
+    Nobody claims a norm there, but each group's sum is in the range of its lanes, twice that of all its members' codes,
+    in the weight of the heaviest, and more than two thirds of the group are in it."""
+    start, stop = bounds
+    weights = [member.weight for member in plan.members]
+    codes = 3 * ((1 << secure.bits - 1) - 1) * max(weights) / min(weights)
+    exponents = np.frombuffer(secure.scales, np.int8)[start // secure.block : -(-stop // secure.block)]
+    square = float(np.square(np.ldexp(codes, exponents.astype(np.int64))).sum()) * secure.block
+    return _with_slack(square, growth, stop - start)
 
 
 def _with_slack(square: float, growth: float, values: int) -> float:

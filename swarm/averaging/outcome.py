@@ -41,10 +41,14 @@ class Committed:
 
 @dataclass(frozen=True)
 class Aborted:
-    """The round was aborted or reopened: keep the local work and continue training."""
+    """The round was aborted or reopened: keep the local work and continue training.
+
+    ``is_spent``: the work had left masked, so somebody may know a sum with it. It is lost: begin anew from the anchor,
+    with other samples."""
 
     reason: str
     verdict: Verdict | None = None
+    is_spent: bool = False
 
 
 @dataclass(frozen=True)

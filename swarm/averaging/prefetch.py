@@ -119,7 +119,14 @@ class PrefetchManager:
     def _expected(self) -> RoundPlan | None:
         """The plan to begin a prefetch by now, if any."""
         plan = self._client.view.expected
-        if plan is None or self._is_taken or self._prefetch is not None or plan == self._last:
+        if (
+            plan is None
+            or plan.secure is not None
+            or self._client.run_file.averaging.secure
+            or self._is_taken
+            or self._prefetch is not None
+            or plan == self._last
+        ):
             return None
         return plan if self._client.peer in [member.peer for member in plan.members] else None
 

@@ -21,7 +21,7 @@ from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.leaf_grid import LeafGrid
 from shoal.swarm.averaging.merkle import MerkleTree
-from shoal.swarm.averaging.norm_bounds import NormBounds
+from shoal.swarm.averaging.norm_bounds import NormBounds, secure_mean_bound
 from shoal.swarm.errors import AboveBound, BlobUnavailable, WireError
 from shoal.swarm.protocol.rounds import Part, RoundPlan, Verdict, leaf_elements
 from shoal.swarm.protocol.types import Blob
@@ -128,6 +128,8 @@ class ResultStore(ChunkStore):
         self.elements = plan.parts[-1].stop
         self.codec_map = codec_map.by_leaf(leaf_elements(self.elements))
         self.group = Group.of(plan)
+        self.signed_sums: dict[int, list[set[int]]] = {}
+        """Of a secure round that we take part in: by start of a part, the members of each group's sum."""
         self._dropped: set[int] = set()
         self._undecodable: set[int] = set()
         self._digests: dict[int, bytes] = {}
@@ -264,7 +266,11 @@ class ResultStore(ChunkStore):
         header, (start, stop) = self.group.header(data), self.bounds(chunk)
         if not header.included:
             return
-        bound = self.norm_bounds.mean(header.included, start, stop, with_partial_sums=bool(header.reduced_rows))
+        if self.plan.secure is not None:
+            self._check_members(chunk, set(header.included))
+            bound = secure_mean_bound(self.plan, self.plan.secure, self.codec(chunk).growth, (start, stop))
+        else:
+            bound = self.norm_bounds.mean(header.included, start, stop, with_partial_sums=bool(header.reduced_rows))
         try:
             square = self.codec(chunk).squared_norm(data[self.group.header_bytes :], self.values(chunk))
         except CodecError as error:
@@ -272,6 +278,13 @@ class ResultStore(ChunkStore):
         if not square <= bound:  # NaN is within no bound
             norm, most = math.sqrt(square), math.sqrt(bound)
             raise AboveBound(f"its mean of chunk {chunk} has norm {norm:.3g}; by the plan it is up to {most:.3g}")
+
+    def _check_members(self, chunk: int, included: set[int]) -> None:
+        """Raise ``AboveBound`` for a secure mean of others than the groups whose sums were signed for."""
+        part = next(part for part in self.plan.parts if chunk in self.chunks_of(part))
+        sums = self.signed_sums.get(part.start)
+        if sums is not None and included != {one for each in sums if each <= included for one in each}:
+            raise AboveBound(f"its mean of chunk {chunk} is not one of the members that were signed for")
 
     def adopt(self, chunks: Sequence[memoryview | None]) -> None:
         """Start from these chunks, by index. Raises ``WireError`` as ``check``."""

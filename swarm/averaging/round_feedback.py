@@ -27,6 +27,7 @@ from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.norm_claims import claim_of, ranges
 from shoal.swarm.averaging.outcome import CarriedResidual, RoundOffer
 from shoal.swarm.averaging.reduction import ReducedChunk
+from shoal.swarm.averaging.secure_exchange import SecureExchange, settle_secure
 from shoal.swarm.protocol.run_file import AveragingSection
 
 
@@ -107,7 +108,9 @@ class RoundFeedback:
         loop = asyncio.get_running_loop()
         self._measuring = loop.run_in_executor(None, self.error_feedback.residual_norms, self._ranges)
 
-    def end(self, offer: RoundOffer, exchange: AllReduce | None, joins: int, *, planned: bool, ours: bool) -> None:
+    def end(
+        self, offer: RoundOffer, exchange: AllReduce | SecureExchange | None, joins: int, *, planned: bool, ours: bool
+    ) -> None:
         """End a committed round: what the mean lacks of our contribution stays for the next one. For a worker thread.
 
         ``planned``: the plan has this offer in it; ``ours``: its samples are still leased to us, by ``joins``. If they
@@ -124,7 +127,10 @@ class RoundFeedback:
         if planned:
             if feedback.in_round:
                 assert exchange is not None
-                settle(exchange, keep=ours)
+                if isinstance(exchange, SecureExchange):
+                    settle_secure(exchange, keep=ours)
+                else:
+                    settle(exchange, keep=ours)
             if self.late is not None and not ours:
                 self.forget()
             self.late = None

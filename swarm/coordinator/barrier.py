@@ -128,6 +128,8 @@ class Barrier:
             return self._reopen()
         if short and self.all_or_none:
             return self._abort(_OVER if self._is_late(now_s) else _say_short(*short[0]))
+        if any(scope.has_too_few(proposal) for scope, proposal in both):
+            return self._abort(_OVER) if self._is_late(now_s) else self._reopen()
         if any(proposal is None for _, proposal in both):
             return self._abort("nobody had anything to contribute")
         for scope, proposal in both:
@@ -142,6 +144,11 @@ class Barrier:
 
     def _judge(self, now_s: float) -> bool:
         """Commit the round when all scopes can; with ``all_or_none``, abort it when one cannot."""
+        for scope in self.scopes:
+            if (failure := scope.advance_secure(now_s)) is not None:
+                assert scope.round.plan is not None
+                silent = [scope.round.plan.members[one].peer for one in failure.missing]
+                return self._abort(failure.reason, missing=tuple(one for one in silent if one in scope.averaging()))
         judged = [(scope, scope.judgement(now_s)) for scope in self.scopes]
         for scope, judgement in judged if self.all_or_none else ():
             if judgement is None:
@@ -158,9 +165,15 @@ class Barrier:
         self._end([scope.verdict_of(judgement) for scope, judgement in judged if judgement is not None])
         return True
 
-    def _abort(self, reason: str, failed: Mapping[int, tuple[str, ...]] | None = None) -> bool:
-        """End the round without a mean. ``failed``: by number of the scope, members that did not deliver."""
-        ends = [Judgement(reason=reason, failed=(failed or {}).get(scope.number, ())) for scope in self.scopes]
+    def _abort(
+        self, reason: str, failed: Mapping[int, tuple[str, ...]] | None = None, missing: tuple[str, ...] = ()
+    ) -> bool:
+        """End the round without a mean. ``failed``: by number of the scope, members that did not deliver; ``missing``:
+        of a single scope, those that were waited for in vain."""
+        ends = [
+            Judgement(reason=reason, failed=(failed or {}).get(scope.number, ()), missing=missing)
+            for scope in self.scopes
+        ]
         self._end([scope.verdict_of(end) for scope, end in zip(self.scopes, ends, strict=True)])
         return True
 

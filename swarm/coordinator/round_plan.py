@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
 from typing import Any
@@ -21,8 +21,11 @@ from typing import Any
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.reachability import choose_group
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
-from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, leaf_elements
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, leaf_elements, scale_block
+from shoal.swarm.protocol.run_file import AveragingSection
+from shoal.swarm.protocol.secure import FEWEST_MEMBERS, MOST_MEMBERS, SecurePlan, excess_weights, first_scales
 from shoal.swarm.protocol.types import MAX_STAND_INS
+from shoal.swarm.secure.groups import most_strangers
 
 CHUNK_ELEMENTS = 2**20
 """Elements of the largest chunk, for codecs that say nothing else: 4 MiB of float32. Every chunk costs event loops and
@@ -101,6 +104,71 @@ def plan_round(
         parts=layout.parts,
         columns=layout.columns,
     )
+
+
+def draw_secure(
+    ready: Mapping[str, PeerToCoordinatorRoundReady],
+    credited: Collection[str],
+    averaging: AveragingSection,
+    blocks: int,
+    seed: int,
+) -> tuple[dict[str, PeerToCoordinatorRoundReady], bytes]:
+    """Return what the members of a secure round have offered, and its scales, one for each of so many blocks; who is
+    not among them brings its work to the next one.
+
+    ``credited``: those with credit, or all where nobody has any. Where these are enough for a group, fewer than a third
+    of any group are others: whoever can invent members must not fill one with them, and members refuse such groups."""
+    working = sorted(peer for peer, one in ready.items() if one.weight_tokens)
+    if decisive := [ready[peer].weight_tokens for peer in working if peer in credited]:
+        # All weights are cut to some times the lightest one, so the light ones bring more of their work later.
+        heaviest = sorted((ready[peer].weight_tokens for peer in working), reverse=True)[:FEWEST_MEMBERS]
+        least = min(-(-median_high(decisive) // 2), heaviest[-1])
+        working = [peer for peer in working if ready[peer].weight_tokens >= least]
+    scales, working = _agreeing({peer: ready[peer].scales for peer in working}, credited, averaging.code_bits, blocks)
+    known = [peer for peer in working if peer in credited]
+    others = [peer for peer in working if peer not in credited]
+    draw = random.Random(seed)
+    if len(known) >= FEWEST_MEMBERS:
+        most = (len(known) - 1) // 2  # of others
+        if len(known) + min(len(others), most) >= 2 * averaging.secure_group:
+            most = min(most, most_strangers(averaging.secure_group))
+        others = draw.sample(others, min(len(others), most))
+    members = draw.sample([*known, *others], min(len(known) + len(others), MOST_MEMBERS))
+    return {peer: ready[peer] for peer in members}, scales
+
+
+def _agreeing(told: Mapping[str, bytes], credited: Collection[str], bits: int, blocks: int) -> tuple[bytes, list[str]]:
+    """Return the scales of a secure round, and the members that it can have with them.
+
+    Those that have no scales believe in what more than a third of a round's members have (``secure/member.py``), or in
+    a run's first ones; those that have any believe in nothing else."""
+    holders: dict[bytes, list[str]] = {}
+    for peer, scales in sorted(told.items()):
+        holders.setdefault(scales if len(scales) == blocks else b"", []).append(peer)
+    empty = sorted(holders.pop(b"", []), key=lambda peer: peer not in credited)
+    first = first_scales(bits, blocks)
+    choices = [(scales, [*mine, *empty[: 2 * len(mine) - 1]]) for scales, mine in sorted(holders.items())]
+    choices.append((first, [*holders.get(first, []), *empty]))
+
+    def worth(choice: tuple[bytes, list[str]]) -> tuple[bool, int, int, bool]:
+        scales, members = choice
+        weight = sum(peer in credited for peer in members)
+        return len(members) >= FEWEST_MEMBERS, weight, len(members), scales in holders
+
+    scales, members = max(choices, key=worth)
+    return scales, sorted(members)
+
+
+def as_secure(plan: RoundPlan, averaging: AveragingSection, scales: bytes) -> RoundPlan:
+    """Return the plan of a flat group with masked contributions and without stand-ins."""
+    block = scale_block(plan.parts[-1].stop)
+    secure = SecurePlan(bits=averaging.code_bits, group=averaging.secure_group, block=block, scales=scales)
+    parts = tuple(part.model_copy(update={"stand_ins": ()}) for part in plan.parts)
+    above = excess_weights([one.weight_tokens for one in plan.members])
+    members = tuple(
+        one.model_copy(update={"uncounted": excess}) for one, excess in zip(plan.members, above, strict=True)
+    )
+    return plan.model_copy(update={"secure": secure, "parts": parts, "members": members})
 
 
 def as_expected(expected: RoundPlan | None, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:

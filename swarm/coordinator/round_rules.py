@@ -16,6 +16,7 @@ from shoal.swarm.protocol.rounds import PartMaker, RoundPlan
 from shoal.swarm.protocol.run_file import RunSection
 from shoal.swarm.protocol.types import Phase
 from shoal.swarm.sample_ranges import Ranges
+from shoal.swarm.secure.board import SecureBoard
 
 
 @dataclass
@@ -27,7 +28,8 @@ class Round:
     moved chunks can still put off the verdict. ``expected``: the plan that was announced with the closing, until one of
     its members leaves or another plan is made. ``began_s``: when the round before had ended; ``worked_s``,
     ``readied_s``, ``reports_s``: by member, when it last got on with its work, and when its contribution and its report
-    came, or the others went on without; ``planned_s``: when the plan was made."""
+    came, or the others went on without; ``planned_s``: when the plan was made. ``board``: of a
+    secure round that is averaged."""
 
     number: int
     phase: Phase = "waiting"
@@ -51,6 +53,7 @@ class Round:
     worked_s: dict[str, float] = field(default_factory=dict, compare=False)
     readied_s: dict[str, float] = field(default_factory=dict, compare=False)
     reports_s: dict[str, float] = field(default_factory=dict, compare=False)
+    board: SecureBoard | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 
 from shoal.compression.formats import FormatMap
@@ -56,7 +56,14 @@ from shoal.swarm.coordinator.rollback import (
     say_outlook,
     say_rollback,
 )
-from shoal.swarm.coordinator.round_plan import PlanRules, as_expected, plan_round
+from shoal.swarm.coordinator.round_plan import (
+    CHUNK_ELEMENTS,
+    PlanRules,
+    as_expected,
+    as_secure,
+    draw_secure,
+    plan_round,
+)
 from shoal.swarm.coordinator.round_rules import (
     Goal,
     Judgement,
@@ -98,21 +105,25 @@ from shoal.swarm.costs import run_costs
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerSecureBoard,
     CoordinatorToPeerStatus,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
+    PeerToCoordinatorSecureStep,
 )
 from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK, PinnedLayer
 from shoal.swarm.protocol.progress import RunProgress, progress_of
-from shoal.swarm.protocol.rounds import RoundPlan, RunView, StateAgreement, Verdict, VerdictOnPlan
+from shoal.swarm.protocol.rounds import RoundPlan, RunView, StateAgreement, Verdict, VerdictOnPlan, scale_block
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.secure import FEWEST_MEMBERS, MOST_MEMBERS
 from shoal.swarm.protocol.statements import PlanStatement, RoundName
 from shoal.swarm.protocol.statements import plan_digest as digest_of_plan
 from shoal.swarm.protocol.types import MAX_RATE, DivergenceWord, TensorSpec
 from shoal.swarm.protocol.verdict_chain import agreement_bytes, chain_hash, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract, to_wire
+from shoal.swarm.secure.board import SecureBoard, SecureFailure
 
 Sign = Callable[[bytes], bytes]
 
@@ -278,7 +289,11 @@ class RoundScope:
     @property
     def urgent_state(self) -> tuple[int, str, int]:
         """State whose changes are sent to the members at once, without waiting for their heartbeats."""
-        return self.round.number, self.round.phase, 0
+        return self.round.number, self.round.phase, self._secure_stage
+
+    @property
+    def _secure_stage(self) -> int:
+        return int(self.round.board.stage) if self.round.board is not None else 0
 
     @property
     def is_beginning_written(self) -> bool:
@@ -305,6 +320,8 @@ class RoundScope:
             case ev.CoordinatorStarted():
                 self.membership.roster_version = max(self.membership.roster_version, self.log.epoch)
                 self.membership.skip_time(event.at_s)
+                if self.round.board is not None:
+                    self.round.board.forget()
             case ev.MemberJoined():
                 self.membership.join(event, self.log.now_s, self.anchor_version)
                 self.admission.access_list.apply(event)
@@ -422,6 +439,9 @@ class RoundScope:
         peers = [member.peer for member in event.plan.members]
         self.round.moves_left = dict.fromkeys(peers, -(-event.plan.parts[-1].stop // event.plan.chunk_elements))
         self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, event.ranges, strict=True)}
+        if event.plan.secure is not None:
+            about, patience_s = self.plan_statement(event.plan), self.deadlines.patience_s
+            self.round.board = SecureBoard(event.plan, about, patience_s, self.log.now_s)
 
     def _end_round(self, event: ev.VerdictGiven) -> None:
         verdict = event.verdict
@@ -448,6 +468,8 @@ class RoundScope:
                 self.membership.members[peer].deliver()
         else:
             self.rounds_aborted += 1
+            for peer, ranges in self.round.ranges.items() if verdict.spent else ():
+                self.leases.commit(peer, ranges)  # nobody trains on them again
         for peer in self.round.orphans:  # one that has rejoined keeps what it was leased since
             since = subtract(self.leases.held.get(peer, []), self.round.ranges[peer])
             self.leases.give_back(peer, keep=since)
@@ -584,6 +606,11 @@ class RoundScope:
         assert self.tokens_committed == verdict.tokens_total
         self.rounds_undone += rounds
         self.tokens_undone += tokens
+        if self.run.averaging.secure:
+            # The same work from the same anchor in another group would be known from the difference of two sums.
+            for peer, planned in self.round.ranges.items():
+                self.leases.commit(peer, planned)
+            ranges = []
         self.leases.uncommit(ranges)
         self.retrained.undo(ranges)
         self.leasing.answered.clear()
@@ -630,6 +657,7 @@ class RoundScope:
             plan_signature=stated[2] if stated is not None else b"",
             expected=self.round.expected if closing else None,
             as_expected=self.round.plan is not None and self.round.expected is not None,
+            secure_stage=self._secure_stage,
             divergence=self.word_on_divergence(peer) if member is not None and member.diverged else "",
             wall=self.walls().get(peer, ""),
             verdict=verdict if on_plan is None else None,
@@ -1014,6 +1042,8 @@ class RoundScope:
             raise WireError("the weight of a contribution must be the tokens of its samples")
         if ready.first is not None and subtract(from_wire([ready.first.samples]), merge(ranges)):
             raise WireError("the first batch of a contribution must be of its samples")
+        if self.run.averaging.secure and ready.norms:
+            raise WireError("a masked contribution has no norms that others may know")
         if ready.norms and len(ready.norms) != claim_bytes(self.elements):
             raise WireError("a contribution's norms must be one for each range of the model")
         self._claim(peer, ready.anchor_version, ready.state_digest)
@@ -1028,6 +1058,28 @@ class RoundScope:
         elif before != ready:
             self.round.expected = None  # others may have fetched parts of the earlier contribution
         self.round.ready[peer] = ready
+
+    def secure_step(self, peer: str, step: PeerToCoordinatorSecureStep, now_s: float) -> CoordinatorToPeerSecureBoard:
+        """Take what a member posts in a secure round, whose signatures were checked, and return what it may see."""
+        self.hear(peer, now_s)
+        board = self.round.board
+        if board is None or not board.is_of(step) or peer not in self.averaging():
+            return CoordinatorToPeerSecureBoard(round=step.round, stage=0)
+        if board.take(peer, step):
+            self.round.progress_s = now_s
+        return board.show(peer, step.wants)
+
+    def advance_secure(self, now_s: float) -> SecureFailure | None:
+        """Begin the next stage of a secure round if it is due; returns why the round cannot go on, if so."""
+        board = self.round.board
+        if board is None:
+            return None
+        stage = board.stage
+        failure = board.advance(now_s, self.averaging(), self.round.progress_s)
+        if board.stage != stage:
+            self.round.progress_s = now_s
+            self.log.announcements += 1
+        return failure
 
     def report(self, peer: str, report: PeerToCoordinatorRoundReport, now_s: float) -> None:
         self.hear(peer, now_s)
@@ -1272,6 +1324,8 @@ class RoundScope:
 
         The work of many members is not added up again for a tenth of the time that is left: all of them together
         become faster by little in that."""
+        if self.lacks_company and not self.is_late(now_s):
+            return None
         about = self.round.number, self.round.opened_s
         if self._too_early[0] == about and now_s < self._too_early[1]:
             return None
@@ -1281,6 +1335,11 @@ class RoundScope:
             left_s = expected_closing_s(self.round.opened_s, goal, works, now_s, self.deadlines) - now_s
             self._too_early = about, now_s + min((left_s - self.deadlines.announce_s) / 10, _MOST_EARLY_S)
         return moment
+
+    @property
+    def lacks_company(self) -> bool:
+        """Whether fewer members have work than a secure round needs."""
+        return self.run.averaging.secure and sum(one.tokens > 0 for one in self.works()) < FEWEST_MEMBERS
 
     def close(self, moment_s: float) -> None:
         """Announce the closing moment and the expected plan."""
@@ -1348,9 +1407,15 @@ class RoundScope:
         self._measure()
         number, trainers, run = self.round.number, self.membership.trainers(), self.run
         rules = PlanRules(run.averaging.group_size, run.run.seed, run.max_chunk_values)
+        if run.averaging.secure:
+            rules = PlanRules(MOST_MEMBERS, run.run.seed, min(run.max_chunk_values, CHUNK_ELEMENTS))
+            blocks, seed = -(-self.elements // scale_block(self.elements)), run.run.seed << 64 | number
+            ready, scales = draw_secure(ready, counting(trainers, ready), run.averaging, blocks, seed)
         assert self.agreed_digest is not None, "agreed before anything is planned"
         state = (self.anchor_version, self.agreed_digest)
         plan = plan_round(number, state, self.elements, ready, trainers, rules)
+        if plan is not None and run.averaging.secure:
+            plan = as_secure(plan, run.averaging, scales)
         return self.accusations.into(plan) if plan else None
 
     def _measure(self) -> None:
@@ -1380,7 +1445,7 @@ class RoundScope:
 
         Only for a flat group, as the plan of a grid is large, and not for an exact batch, as nobody knows ahead when
         that is complete."""
-        if self.goal().exact or self.agreed_digest is None:
+        if self.goal().exact or self.agreed_digest is None or self.run.averaging.secure:
             return
         ready = {
             peer: PeerToCoordinatorRoundReady(
@@ -1403,6 +1468,11 @@ class RoundScope:
             return not self.stage.is_whole(proposal)
         goal, plan = self.goal(), proposal.plan if proposal else None
         return goal.exact and (sum(one.weight_tokens for one in plan.members) if plan else 0) < goal.tokens
+
+    def has_too_few(self, proposal: ev.RoundPlanned | None) -> bool:
+        """Whether a plan has fewer members than a secure round needs."""
+        few = proposal is not None and len(proposal.plan.members) < FEWEST_MEMBERS
+        return self.run.averaging.secure and few
 
     def begin_averaging(self, proposal: ev.RoundPlanned) -> None:
         """Announce the plan, and note the members that were waited for in vain."""
@@ -1430,7 +1500,7 @@ class RoundScope:
         """Return how the round ends by what members report; None while it is worth waiting for more."""
         assert self.round.plan is not None
         live = self.averaging()
-        return judge(
+        judgement = judge(
             self.round.plan,
             self.round.reports,
             live,
@@ -1439,6 +1509,11 @@ class RoundScope:
             whole=self.goal().exact,
             work=credit_of(self.membership.members, live),
         )
+        if judgement is None or self.round.board is None:
+            return judgement
+        guilty = [self.round.plan.members[one].peer for one in sorted(self.round.board.to_blame)]
+        missing = [*judgement.missing, *(peer for peer in guilty if peer in live)]
+        return replace(judgement, missing=tuple(dict.fromkeys(missing)))
 
     def verdict_of(self, judgement: Judgement, went_back: ev.WentBack | None = None) -> ev.VerdictGiven:
         """Return the verdict before it is signed.
@@ -1461,6 +1536,7 @@ class RoundScope:
             makers=makers_of(plan, self.round.reports, judgement.digests) if plan and judgement.committed else (),
             tokens=tokens,
             tokens_total=total,
+            spent=not judgement.committed and self.round.board is not None and self.round.board.may_be_masked,
             loss=self.round.loss if judgement.committed else None,
             ended_s=round(self.log.unix_s, 3),
             sent_bytes=self.admission.sent_bytes.take(),

@@ -79,6 +79,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     PeerToCoordinatorScoreWork,
+    PeerToCoordinatorSecureStep,
     PeerToCoordinatorShowAddresses,
     PeerToCoordinatorShowCapability,
     PeerToCoordinatorShowEvidence,
@@ -169,6 +170,7 @@ class ScopeHandlers:
             PeerToCoordinatorDescribeModel: self._describe,
             PeerToCoordinatorRoundReady: self._ready,
             PeerToCoordinatorRoundReport: self._report,
+            PeerToCoordinatorSecureStep: self._secure_step,
             PeerToCoordinatorShowVerdict: self._show_verdict,
             PeerToCoordinatorShowEvidence: self._show_evidence,
         }
@@ -531,6 +533,18 @@ class ScopeHandlers:
             roster_version, chain, _ = self.known.get(peer, (-1, None, None))
             self.known[peer] = roster_version, chain, message.plan_digest
         return self.view(peer)
+
+    async def _secure_step(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorSecureStep)
+        assert self.rounds is not None
+        async with self.service.lock:
+            peer, board = self.scope.admission.require_member(channel.remote_key), self.rounds.round.board
+        if board is not None and board.is_of(message) and peer in self.rounds.averaging():
+            await in_thread(board.check, peer, message)  # signatures, without the lock
+        async with self._request(channel) as peer:
+            self.rounds.secure_step(peer, message, time.monotonic())
+            self._tick_if(self.rounds.round.board is not None)
+            return self.rounds.secure_step(peer, message, time.monotonic())
 
     async def _show_verdict(self, channel: Channel, message: Message) -> Message:
         """Take a verdict that this journal may lack. If it cannot be taken over, the coordinator must not go on."""

@@ -16,6 +16,18 @@ from shoal.swarm.protocol.evidence import MAX_EVIDENCE_BYTES
 from shoal.swarm.protocol.paths import Plane, RelayPass, SignedRelay
 from shoal.swarm.protocol.progress import RunProgress
 from shoal.swarm.protocol.rounds import MadeChunks, RunView, Verdict
+from shoal.swarm.protocol.secure import (
+    MOST_MEMBERS,
+    Arrival,
+    Consent,
+    Members,
+    Revealed,
+    Scales,
+    SealedShares,
+    SecureKeys,
+    Sets,
+    UnopenedSecret,
+)
 from shoal.swarm.protocol.timing import MAX_SPANS, MAX_TIMINGS, MemberTimes, PhaseSpan, RoundTiming
 from shoal.swarm.protocol.types import (
     MAX_DELIVERIES,
@@ -205,7 +217,9 @@ class PeerToCoordinatorRoundReady(Message):
 
     ``first``: its first batch, where that was trained from the anchor itself; validators measure its loss again.
     ``norms``: claimed norms of the contribution, sent before any of it (``averaging/norm_claims.py``). ``root``: of the
-    tree over its encoded leaves (``averaging/merkle.py``), zeros where there is none. ``signature``: of all that, by
+    tree over its encoded leaves (``averaging/merkle.py``), zeros where there is none. Under secure averaging there are
+    no norms, and the root commits to a random number; ``scales`` are those that follow from the last committed round
+    here, empty for a member that has none. ``signature``: of all that but the scales, by
     the peer's identity key (``statements.ContributionStatement``); it is needed where there is any weight."""
 
     round: Count
@@ -217,7 +231,25 @@ class PeerToCoordinatorRoundReady(Message):
     first: FirstBatch | None = None
     norms: NormClaim = b""
     root: Digest = bytes(32)
+    scales: Scales = b""
     signature: Signature = bytes(64)
+
+
+class PeerToCoordinatorSecureStep(Message):
+    """Post what a stage of a secure round asks for (``secure.SecureStage``), and ask for what is lacking here.
+
+    ``plan``: digest of the plan; ``wants``: what the answer is to contain beside stage, senders and sets. All else is
+    empty but for the stage that it belongs to; what was posted before is not changed by posting again."""
+
+    round: Count
+    plan: Digest
+    keys: SecureKeys | None = None
+    sealed: Annotated[tuple[SealedShares, ...], Field(max_length=32)] = ()
+    arrived: Annotated[tuple[Arrival, ...], Field(max_length=2 * MOST_MEMBERS)] = ()
+    consent: Signature | None = None
+    revealed: Annotated[tuple[Revealed, ...], Field(max_length=2 * MOST_MEMBERS)] = ()
+    unopened: Annotated[tuple[UnopenedSecret, ...], Field(max_length=16)] = ()
+    wants: Literal["", "keys", "sealed", "consents", "revealed"] = ""
 
 
 class MadePart(Record):
@@ -484,6 +516,23 @@ class CoordinatorToPeerView(Message):
     """The view of the run, sent on changes and in answer to heartbeats, readies and reports."""
 
     view: RunView
+
+
+class CoordinatorToPeerSecureBoard(Message):
+    """What has been posted in a secure round: stage, ``senders`` and ``sets`` once they are fixed, and what was wanted.
+
+    ``sealed``: for this member, by the senders of its group; ``revealed``: of the parts that this member owns;
+    ``closed``: senders of groups whose sums cannot be opened."""
+
+    round: Count
+    stage: Annotated[int, Field(ge=0, le=5)]
+    senders: Members = ()
+    sets: Sets = ()
+    closed: Members = ()
+    keys: Annotated[tuple[SecureKeys, ...], Field(max_length=MOST_MEMBERS)] = ()
+    sealed: Annotated[tuple[SealedShares, ...], Field(max_length=32)] = ()
+    consents: Annotated[tuple[Consent, ...], Field(max_length=MOST_MEMBERS)] = ()
+    revealed: Annotated[tuple[Revealed, ...], Field(max_length=2 * MOST_MEMBERS * MOST_MEMBERS)] = ()
 
 
 class CoordinatorToPeerModelAccepted(Message):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from shoal.swarm.protocol.secure import FEWEST_MEMBERS, MAX_SCALES, MOST_MEMBERS, SecurePlan, excess_weights
 from shoal.swarm.protocol.types import (
     MAX_CHUNK_ELEMENTS,
     MAX_DETOURS,
@@ -50,6 +51,14 @@ def leaf_elements(elements: int) -> int:
     leaves. About 256 leaves, more where one would be larger than chunks for slow links should be."""
     leaf = -(-elements // _USUAL_LEAVES)
     return min(-(-leaf // MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS, _MOST_LEAF_ELEMENTS)
+
+
+def scale_block(elements: int) -> int:
+    """Return the elements that share a scale in a secure round: the fewest of which a plan has room for all scales and
+    that divide a leaf. Models beyond 2**32 elements have too many."""
+    parts = leaf_elements(elements) // MIN_CHUNK_ELEMENTS
+    blocks = [MIN_CHUNK_ELEMENTS * one for one in range(1, parts + 1) if parts % one == 0]
+    return next((one for one in blocks if -(-elements // one) <= MAX_SCALES), blocks[-1])
 
 
 class PlanMember(Record):
@@ -115,7 +124,9 @@ class RoundPlan(Record):
     norm. ``columns``: none in a flat group; in a grid, of each column its row reducer in every row: the member of that
     row that sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a
     column. ``mean``: how contributions, and in a grid the rows, are combined (``averaging.robust``); ``gather``: a flat
-    group's contributions are not averaged but put one after the other (``[collective]``)."""
+    group's contributions are not averaged but put one after the other (``[collective]``). ``secure``: how contributions
+    are masked, in a flat group without stand-ins; the members' roots then commit to random numbers
+    (``swarm/secure``)."""
 
     round: Count
     anchor_version: Count
@@ -126,6 +137,7 @@ class RoundPlan(Record):
     columns: Annotated[tuple[Column, ...], Field(max_length=MAX_MEMBERS)] = ()
     rho: Annotated[float, Field(ge=0)] = 0.0
     mean: Literal["weighted", "clip", "trimmed", "gather"] = "weighted"
+    secure: SecurePlan | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> RoundPlan:
@@ -149,7 +161,22 @@ class RoundPlan(Record):
                 raise ValueError(
                     "owners and stand-ins are row reducers of the part's column, or members of the flat group"
                 )
+        if self.secure is not None:
+            self._check_secure(self.secure)
         return self
+
+    def _check_secure(self, secure: SecurePlan) -> None:
+        if not FEWEST_MEMBERS <= len(self.members) <= MOST_MEMBERS or self.columns or self.mean != "weighted":
+            raise ValueError(f"a secure round is one of a flat group of {FEWEST_MEMBERS} to {MOST_MEMBERS} members")
+        if any(part.stand_ins for part in self.parts) or any(one.norms or one.factor != 1 for one in self.members):
+            raise ValueError("a secure round has no stand-ins, claims and factors")
+        weights = excess_weights([one.weight_tokens for one in self.members])
+        if [one.uncounted for one in self.members] != weights:
+            raise ValueError("the weights of a secure round are tokens, up to so many times the fewest")
+        if secure.block != scale_block(self.parts[-1].stop):
+            raise ValueError("the blocks of a secure round follow from the size of the model")
+        if self.chunk_elements % secure.block or len(secure.scales) != -(-self.parts[-1].stop // secure.block):
+            raise ValueError("a secure round has a scale for each block, and whole blocks in a chunk")
 
     @property
     def copies(self) -> int:
@@ -184,9 +211,11 @@ class Verdict(Record):
     ``tokens_total``: all committed ones up to this round. ``ended_s``: on the coordinator's clock. ``sent_bytes``: as
     members have reported them since the previous verdict. ``anchor_version``: the run's version from now on, one higher
     when committed, the same when aborted, and lower where an aborted round ends with a rollback, which also lowers
-    ``tokens_total``. ``stage``, of a pipeline: the stage whose round it is; ``together``: hash over the verdicts of all
-    stages on this round (``verdict_chain.tied_together``). ``amended``: settings of this round that differ from the run
-    file (``amendments.py``). ``epoch``: fencing epoch of the coordinator that gave it; it never falls along a chain."""
+    ``tokens_total``. ``spent``: an aborted secure round in which masked contributions may have left their members: the
+    work of its plan is lost, and never offered again. ``stage``, of a pipeline: the stage whose round it is;
+    ``together``: hash over the verdicts of all stages on this round (``verdict_chain.tied_together``). ``amended``:
+    settings of this round that differ from the run file (``amendments.py``). ``epoch``: fencing epoch of the
+    coordinator that gave it; it never falls along a chain."""
 
     round: Count
     committed: bool
@@ -197,6 +226,7 @@ class Verdict(Record):
     makers: Annotated[tuple[PartMaker | None, ...], Field(max_length=MAX_PARTS)] = ()
     tokens: Count
     tokens_total: Count
+    spent: bool = False
     loss: Loss | None
     ended_s: UnixTime
     sent_bytes: Count
@@ -264,13 +294,13 @@ class RunView(Record):
     ``plan_signature``: the host's, of ``plan`` (``statements.PlanStatement``); empty without one. ``as_expected``:
     ``plan`` is the expected one, and none of its members has left since. ``state_digest``: of this version, once it is
     agreed; ``agreement``: the same with the host's signature, None for a beginning that the run file determines;
-    ``is_disputed``: the state is disputed, so everybody replays it. ``wants_kept``: the run is about to go back behind
-    a wrong mean, so members that hold a state also report those that they keep. ``divergence``: the decision on a
-    member that has reported divergence, otherwise empty. ``wall``: why this member cannot take part, as it can meet
-    none of those that it would have to; otherwise empty. ``pipeline``: in the run's own scope, once stages are planned.
-    ``amendments``: those in force, and those to come. ``waits_for``: what the whole run waits for, in a sentence,
-    otherwise empty. ``stays``: the run has ended, and the host still fetches its last state, so members stay for a
-    moment."""
+    ``is_disputed``: the state is disputed, so everybody replays it. ``secure_stage``: of a secure round, what its
+    members are asked for (``secure.SecureStage``). ``wants_kept``: the run is about to go back behind a wrong mean, so
+    members that hold a state also report those that they keep. ``divergence``: the decision on a member that has
+    reported divergence, otherwise empty. ``wall``: why this member cannot take part, as it can meet none of those that
+    it would have to; otherwise empty. ``pipeline``: in the run's own scope, once stages are planned. ``amendments``:
+    those in force, and those to come. ``waits_for``: what the whole run waits for, in a sentence, otherwise empty.
+    ``stays``: the run has ended, and the host still fetches its last state, so members stay for a moment."""
 
     epoch: Count
     sequence: Count
@@ -297,6 +327,7 @@ class RunView(Record):
     roster_delta: RosterDelta | None = None
     expected: RoundPlan | None = None
     as_expected: bool = False
+    secure_stage: Annotated[int, Field(ge=0, le=5)] = 0
     divergence: DivergenceWord = ""
     wall: Text = ""
     pipeline: PipelineView | None = None

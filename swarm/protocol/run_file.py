@@ -39,6 +39,7 @@ from shoal.swarm.protocol.pins import PackageVersion, PinsSection
 from shoal.swarm.protocol.rounds import leaf_elements
 from shoal.swarm.protocol.run_sources import check_folder_url, check_source, check_url, shards_url
 from shoal.swarm.protocol.run_toml import parse_run_toml, read_run_toml
+from shoal.swarm.protocol.secure import FEWEST_MEMBERS, SecurePlan
 from shoal.swarm.protocol.start_section import Sha256, StartSection
 from shoal.swarm.protocol.types import MAX_MEMBERS, Price, Record
 
@@ -457,6 +458,27 @@ class AveragingSection(Record):
             )
         ),
     ] = "norm"
+    secure: Annotated[
+        bool,
+        Field(
+            description=(
+                "contributions are masked, so that nobody, part owners and host included, sees more of them than the "
+                "sum of a group: [security.md](security.md#secure-averaging). Needs four members in each round, "
+                '`algorithm = "diloco"`, `codec = "int8"` or `"int4"`, and `robust = "none"`'
+            )
+        ),
+    ] = False
+    secure_group: Annotated[
+        int,
+        Field(
+            ge=FEWEST_MEMBERS,
+            le=16,
+            description=(
+                "members whose contributions are summed before anybody sees them, if there are so many: up to twice as "
+                "many less one. Larger groups hide more and cost more bits and masks"
+            ),
+        ),
+    ] = 8
     overlap: Annotated[
         bool,
         Field(
@@ -476,6 +498,40 @@ class AveragingSection(Record):
         except CodecError as error:
             raise ValueError(str(error)) from error
         return codec
+
+    @property
+    def code_bits(self) -> Literal[4, 8]:
+        """Bits of a code under secure averaging."""
+        return 4 if self.codec == "int4" else 8
+
+    def fits_secure(self, planned: SecurePlan | None) -> bool:
+        """Whether a plan masks contributions as this section says; its other fields follow (``RoundPlan``)."""
+        if planned is None or not self.secure:
+            return planned is None and not self.secure
+        return (planned.bits, planned.group) == (self.code_bits, self.secure_group)
+
+    @model_validator(mode="after")
+    def _secure(self) -> AveragingSection:
+        if not self.secure:
+            return self
+        if self.codec not in ("int8", "int4"):
+            raise ValueError(
+                f'secure = true adds up codes in units that all members share: codec = "int8" or "int4", not '
+                f"{self.codec!r}. What top-k keeps differs from member to member, and other codecs have no such units"
+            )
+        if self.robust != "none":
+            raise ValueError(
+                f'secure = true hides each single contribution, so none can be bounded or compared: robust = "none", '
+                f"not {self.robust!r}"
+            )
+        if self.overlap:
+            raise ValueError(
+                "secure = true cannot be had with overlap = true: a contribution whose sum may be known must not be in "
+                "the next one again"
+            )
+        if self.group_size < FEWEST_MEMBERS:
+            raise ValueError(f"secure = true needs groups of at least {FEWEST_MEMBERS} members: raise group_size")
+        return self
 
     @model_validator(mode="after")
     def _robust(self) -> AveragingSection:
@@ -943,6 +999,9 @@ class RunFile(Record):
         presets = _PRESETS.get(str(content.get("algorithm")), {})
         if content.get("collective") is not None:
             presets = _COLLECTIVE
+        averaging = filled.get("averaging")
+        if isinstance(averaging, dict) and averaging.get("secure") is True:
+            presets = {**presets, "audit": {"share": 0.0, "work_share": 0.0}}
         for section, settings in presets.items():
             own = filled.get(section, {})
             if isinstance(own, dict):
@@ -976,6 +1035,7 @@ class RunFile(Record):
         if self.data.tokens_per_sample is not None:
             self._check_micro_batches(self.data.tokens_per_sample)
         self._check_collective()
+        self._check_secure()
         self._check_pins()
         if self.run.stop_when is not None and (self.pipeline is not None or self.recipe.name == "own"):
             raise ValueError(
@@ -1006,6 +1066,25 @@ class RunFile(Record):
             raise ValueError(
                 f"collective.members: expected at most averaging.group_size, {self.averaging.group_size}, as all "
                 "members exchange their arrays with each other"
+            )
+
+    def _check_secure(self) -> None:
+        if not self.averaging.secure:
+            return
+        if self.algorithm != "diloco":
+            raise ValueError(
+                f'averaging.secure = true needs algorithm = "diloco", not {self.algorithm!r}: top-k differs from '
+                "member to member, and a whole batch would be lost with each part that is"
+            )
+        if self.collective is not None or self.pipeline is not None:
+            raise ValueError(
+                "averaging.secure = true is for whole models: leave out [collective], which shows all arrays to all, "
+                "and [pipeline], whose stages may have fewer than four replicas"
+            )
+        if self.audit.share or self.audit.work_share:
+            raise ValueError(
+                "audit.share and audit.work_share: expected 0 with averaging.secure = true, as both show single "
+                "contributions to others"
             )
 
     def _check_pins(self) -> None:

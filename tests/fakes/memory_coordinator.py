@@ -38,6 +38,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     PeerToCoordinatorScoreWork,
+    PeerToCoordinatorSecureStep,
     PeerToCoordinatorShowVerdict,
 )
 from shoal.swarm.protocol.run_file import parse_run_file
@@ -198,6 +199,13 @@ class MemoryCoordinator:
                     check_report(machine.scope.plan_statement(plan), plan, message, entry.certificate)
                 machine.scope.report(peer, message, now)
                 machine.tick(now)
+            case PeerToCoordinatorSecureStep():
+                board = machine.scope.round.board
+                if board is not None and board.is_of(message):
+                    board.check(peer, message)
+                machine.scope.secure_step(peer, message, now)
+                machine.tick(now)
+                answer = machine.scope.secure_step(peer, message, now)
             case PeerToCoordinatorDescribeModel():
                 machine.scope.describe_model(peer, message)
                 answer = CoordinatorToPeerModelAccepted()

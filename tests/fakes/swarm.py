@@ -212,6 +212,8 @@ class SimMember:
                     self.done = []
                 self.round = outcome.verdict.round + 1
             case Aborted():
+                if outcome.is_spent:
+                    self.done = []
                 if outcome.verdict is not None:
                     self.round = outcome.verdict.round + 1
         return outcome

@@ -96,6 +96,7 @@ def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
     return plan | {
         "members": tuple(one.model_copy(update={"row": i if is_grid else 0}) for i, one in enumerate(members)),
         "columns": (tuple(range(len(members))),) if is_grid else (),
+        "secure": None,  # a round of at least four, all of whose fields follow from each other
         "parts": tuple(
             part.model_copy(
                 update={

@@ -100,6 +100,8 @@ def test_defaults_of_every_section() -> None:
             "group_size": 32,
             "streams": 1,
             "robust": "norm",
+            "secure": False,
+            "secure_group": 8,
             "overlap": False,
         },
         "audit": {"share": 0.02, "work_share": 0.02},
@@ -305,6 +307,8 @@ name = "tiny"
         ("schedule", "final_factor = 0.2"),
         ("data", "held_out = 0.03"),
         ("averaging", "overlap = true"),
+        ("averaging", 'secure = true\nrobust = "none"'),
+        ("averaging", "secure_group = 16"),
         ("recipe.settings", "width = 5"),
         ("access", "joins_per_minute = 5"),
         ("access", 'admission = "open"'),
@@ -318,7 +322,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "18e4d40390c89209"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "7a76dfa901ea9f4e"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -364,6 +368,25 @@ def test_the_hash_of_this_release() -> None:
         ("averaging", "group_size = 1", r"averaging\.group_size: .*greater than or equal to 2"),
         ("averaging", "group_size = 1025", r"averaging\.group_size: .*less than or equal to 1024"),
         ("averaging", "codec = { block = 64 }", r"averaging\.codec: .*needs a name"),
+        (
+            "",
+            'algorithm = "sparseloco"\naveraging.secure = true\naveraging.robust = "none"',
+            r".*secure = true adds up codes.*top-k",
+        ),
+        ("", "averaging.secure = true", r'.*robust = "none", not .norm.'),
+        *(
+            ("", f'averaging.secure = true\naveraging.robust = "none"\n{line}', expected)
+            for line, expected in [
+                ('averaging.codec = "topk"', r".*not .topk.\. What top-k keeps"),
+                ("averaging.overlap = true", r".*secure = true cannot be had with overlap = true"),
+                ("averaging.group_size = 3", r".*at least 4 members"),
+                ("averaging.secure_group = 3", r".*greater than or equal to 4"),
+                ('algorithm = "virtual_batch"', r".*secure = true needs algorithm = .diloco., not .virtual_batch."),
+                ("audit.share = 0.1", r"audit\.share and audit\.work_share: expected 0"),
+            ]
+        ),
+        ("", 'averaging.secure = true\naveraging.robust = "trimmed"', r'.*robust = "none", not .trimmed.'),
+        ("", 'averaging.secure = true\naveraging.robust = "clip"', r'.*robust = "none", not .clip.'),
         (
             "",
             'algorithm = "virtual_batch"\naveraging.overlap = true',

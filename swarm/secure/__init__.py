@@ -1,0 +1,1 @@
+"""Secure averaging: masked contributions, of which nobody sees more than a group's sum."""

@@ -1,0 +1,549 @@
+"""Secure rounds of a whole run on the virtual clock: parity, deaths at each step, and what may be offered again."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from tests.fakes.means import weighted
+from tests.fakes.memory_network import Step
+from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, together
+from tests.fakes.virtual_clock import now_s, run_virtual, until
+from torch import Tensor
+
+from shoal.swarm.averaging import averager
+from shoal.swarm.averaging.chunk_header import ChunkHeader
+from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOutcome
+from shoal.swarm.averaging.reduction import ReducedChunk
+from shoal.swarm.averaging.secure_exchange import SecureExchange
+from shoal.swarm.coordinator import round_scope
+from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.coordinator.round_scope import RoundScope
+from shoal.swarm.errors import LinkError
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorSecureStep
+from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.secure import SecureStage
+from shoal.swarm.secure.board import SecureBoard, SecureFailure
+from shoal.swarm.secure.groups import MaskingGroup
+from shoal.swarm.secure.member import SecureMember
+from shoal.swarm.secure.reveal_record import RevealRecord
+from shoal.swarm.secure.round_keys import RoundKeys
+
+ELEMENTS = 5 * 4096 + 17
+UNIT = {"int8": 2.0**-13, "int4": 2.0**-9}
+"""Of the first round."""
+
+
+def toml(tokens: int, codec: str = "int8", group: int = 8) -> str:
+    secure = f"[averaging]\nsecure = true\nsecure_group = {group}\n"
+    return run_toml(tokens, codec).replace("[averaging]\n", secure)
+
+
+def contribution(seed: int) -> Tensor:
+    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed)) * 0.003
+
+
+def in_step(*members: SimMember) -> bool:
+    return len({(one.digest, one.version) for one in members}) == 1
+
+
+def residual(member: SimMember) -> Tensor:
+    return member.averager.round_feedback.error_feedback.residual.double()
+
+
+def stage(run: Swarm) -> int:
+    board = run.coordinator.machine.scope.round.board
+    return -1 if board is None else int(board.stage)
+
+
+async def at_stage(run: Swarm, wanted: SecureStage) -> None:
+    await until(lambda: stage(run) >= wanted, 0.005)
+
+
+@pytest.mark.parametrize(("members", "codec", "group"), [(4, "int8", 8), (5, "int4", 8), (9, "int8", 4)])
+def test_rounds_commit_the_mean_without_masks(members: int, codec: str, group: int) -> None:
+    """To within half a unit of each code, and what that loses is in the residuals."""
+
+    async def main() -> None:
+        weights = [10 + index for index in range(members)]
+        async with swarm(members, toml(sum(weights), codec, group), ELEMENTS) as run:
+            brought = applied = torch.zeros(ELEMENTS, dtype=torch.float64)
+            for number in range(2):
+                seeds = range(100 * number, 100 * number + members)
+                outcomes = await together(
+                    *[run[index].play(contribution(seeds[index]), weights[index]) for index in range(members)]
+                )
+                assert all(isinstance(one, Committed) and one.included for one in outcomes)
+                first = outcomes[0]
+                assert isinstance(first, Committed)
+                assert in_step(*run.members)
+                assert first.verdict.plan is not None
+                assert first.verdict.plan.secure is not None
+                assert not any(one.norms for one in first.verdict.plan.members)
+                expected = weighted([contribution(one) for one in seeds], weights)
+                mean = first.mean.whole().double()
+                if not number:
+                    assert (mean - expected).abs().max() < 2 * UNIT[codec]
+                brought, applied = brought + expected, applied + mean
+            kept = weighted([residual(run[index]).float() for index in range(members)], weights)
+            torch.testing.assert_close(applied + kept, brought, atol=1e-6, rtol=0)
+            assert len({one.averager._scales for one in run.members}) == 1
+            assert run[0].averager._scales
+
+    run_virtual(main())
+
+
+def test_a_member_that_joins_later_takes_the_scales_of_the_others() -> None:
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            await together(*[run[index].play(contribution(index), 10) for index in range(5)])
+            scales = run[0].averager._scales
+            run[0].averager._scales = b""
+            outcomes = await together(*[run[index].play(contribution(10 + index), 10) for index in range(5)])
+            assert isinstance(outcomes[0], Committed)
+            plan = outcomes[0].verdict.plan
+            assert plan is not None
+            assert plan.secure is not None
+            assert plan.secure.scales == scales
+            assert run[0].averager._scales == run[1].averager._scales
+
+    run_virtual(main())
+
+
+def test_three_members_wait_for_a_fourth() -> None:
+    async def main() -> None:
+        async with swarm(4, toml(30), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
+            plays = [tasks.create_task(run[index].play(contribution(index), 10)) for index in range(3)]
+            await asyncio.sleep(3 * PATIENCE_S)
+            assert run.coordinator.machine.scope.round.phase == "training"
+            plays.append(tasks.create_task(run[3].play(contribution(3), 10)))
+            await asyncio.wait(plays)
+            assert all(isinstance(one.result(), Committed) for one in plays)
+
+    run_virtual(main())
+
+
+# Deaths -------------------------------------------------------------------------------------------------------
+
+
+async def survive(run: Swarm, victim: SimMember, moment: Any) -> list[RoundOutcome]:
+    """Play a round in which the victim dies at a moment; return the outcomes of the others."""
+    alive = [one for one in run.members if one is not victim]
+    async with asyncio.TaskGroup() as tasks:
+        doomed = tasks.create_task(victim.play(contribution(run.index(victim)), 10))
+
+        async def kill() -> None:
+            await moment
+            victim.die()
+            doomed.cancel()
+
+        tasks.create_task(kill())
+        return await together(*[one.play(contribution(run.index(one)), 10) for one in alive])
+
+
+def owned(run: Swarm, plan: RoundPlan, member: SimMember) -> list[tuple[int, int]]:
+    return [(part.start, part.stop) for part in plan.parts if part.owner == run.index(member)]
+
+
+@pytest.mark.parametrize("moment", [SecureStage.SETS, SecureStage.UNMASK])
+def test_deaths_after_the_sets_cost_only_the_part_of_an_owner(moment: SecureStage) -> None:
+    """The dead one stays in the sum of all other parts. Its own part is void, and spent: nobody offers it again."""
+
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            victim = run[2]
+            outcomes = await survive(run, victim, at_stage(run, moment))
+            alive = [one for one in run.members if one is not victim]
+            assert all(isinstance(one, Committed) for one in outcomes)
+            assert in_step(*alive)
+            first = outcomes[0]
+            assert isinstance(first, Committed)
+            assert first.verdict.plan is not None
+            void = torch.zeros(ELEMENTS, dtype=torch.bool)
+            for start, stop in owned(run, first.verdict.plan, victim):
+                void[start:stop] = True
+            assert void.any()
+            expected = weighted([contribution(index) for index in range(5)], [10] * 5)
+            mean = first.mean.whole().double()
+            assert (mean - expected)[~void].abs().max() < 2 * UNIT["int8"]
+            assert (mean[void] == 0).all()
+            for one in alive:
+                assert residual(one)[void].abs().max() <= UNIT["int8"] / 2 + 1e-9, "what was cut off, and no more"
+
+    run_virtual(main())
+
+
+def test_a_member_that_dies_before_it_sends_is_left_out_and_the_others_go_on() -> None:
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            victim = run[2]
+            outcomes = await survive(run, victim, at_stage(run, SecureStage.MASKS))
+            alive = [one for one in run.members if one is not victim]
+            assert all(isinstance(one, Committed) for one in outcomes)
+            assert in_step(*alive)
+            first = outcomes[0]
+            assert isinstance(first, Committed)
+            assert first.verdict.plan is not None
+            void = torch.zeros(ELEMENTS, dtype=torch.bool)
+            for start, stop in owned(run, first.verdict.plan, victim):
+                void[start:stop] = True
+            others = [index for index in range(5) if index != 2]
+            expected = weighted([contribution(index) for index in others], [10] * 4)
+            assert (first.mean.whole().double() - expected)[~void].abs().max() < 2 * UNIT["int8"]
+            for one in alive:
+                # Enough have signed that nothing of the dead owner's part is opened: it is brought again.
+                brought = contribution(run.index(one)).double()
+                torch.testing.assert_close(residual(one)[void], brought[void], atol=1e-7, rtol=0)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("moment", [SecureStage.KEYS, SecureStage.SHARES])
+def test_a_death_before_any_masked_byte_costs_no_work(moment: SecureStage) -> None:
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            victim = run[2]
+            if moment == SecureStage.KEYS:
+
+                def deaf(step: str, events: list[Any]) -> None:
+                    if any(type(one).__name__ == "RoundPlanned" for one in events):
+                        victim.channel.open = False
+
+                run.coordinator.watch = deaf
+            outcomes = await survive(run, victim, at_stage(run, moment))
+            alive = [one for one in run.members if one is not victim]
+            if moment == SecureStage.KEYS:
+                assert all(isinstance(one, Aborted) for one in outcomes)
+                assert not any(residual(one).any() for one in alive), "they keep their work, and offer it again"
+                outcomes = await together(*[one.average(contribution(run.index(one))) for one in alive])
+            assert all(isinstance(one, Committed) and one.included for one in outcomes)
+            assert in_step(*alive)
+
+    run_virtual(main())
+
+
+def test_an_owner_that_opens_a_sum_and_keeps_the_mean_has_spent_it() -> None:
+    """It has the group's sum of its part. The part is void, and what members brought to it is not offered again."""
+
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            owner = run[2]
+
+            async def withheld(step: Step, data: bytes) -> bytes:
+                if step.holder == owner.peer and step.blob.kind in ("result", "held"):
+                    raise LinkError("it says nothing")
+                return data
+
+            run.network.faults.append(withheld)
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(5)])
+            first = outcomes[0]
+            assert isinstance(first, Committed)
+            assert None in first.verdict.digests
+            assert first.verdict.plan is not None
+            for start, stop in owned(run, first.verdict.plan, owner):
+                for one in run.members:
+                    assert residual(one)[start:stop].abs().max() <= UNIT["int8"] / 2 + 1e-9
+
+    run_virtual(main())
+
+
+def test_an_aborted_round_is_lost_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All means are withheld. The members go on from the anchor with other samples, without joining again; what they
+    had brought, and the samples that it was of, come in no round any more."""
+
+    async def main() -> None:
+        async with swarm(4, toml(40), ELEMENTS) as run:
+
+            async def withheld(step: Step, data: bytes) -> bytes:
+                if step.blob.kind in ("result", "held"):
+                    raise LinkError("it says nothing")
+                return data
+
+            run.network.faults.append(withheld)
+            before, anchor = [one.client.joins for one in run.members], run[0].digest
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(4)])
+            assert all(isinstance(one, Aborted) and one.is_spent for one in outcomes)
+            assert not any(residual(one).any() for one in run.members)
+            run.network.faults.clear()
+            await together(*[run[index].work(10) for index in range(4)])
+            again = [sample for one in run.members for samples in one.done for sample in range(*samples)]
+            assert sorted(again) == list(range(40, 80))
+            outcomes = await together(*[run[index].average(contribution(10 + index)) for index in range(4)])
+            assert all(isinstance(one, Committed) and one.included for one in outcomes)
+            expected = weighted([contribution(10 + index) for index in range(4)], [10] * 4)
+            assert isinstance(outcomes[0], Committed)
+            assert (outcomes[0].mean.whole().double() - expected).abs().max() < 2 * UNIT["int8"]
+            assert [one.client.joins for one in run.members] == before
+            assert anchor != run[0].digest
+
+    run_virtual(main())
+
+
+def test_work_on_spent_samples_is_not_offered_from_the_same_anchor() -> None:
+    """A host would lease them once more, after an abort, to know one contribution by the difference."""
+
+    async def main() -> None:
+        async with swarm(4, toml(40), ELEMENTS) as run:
+            await together(*[one.work(10) for one in run.members])
+            (start, _stop), *_ = run[1].done
+            run[1].averager.reveal_record.spend(run[1].digest, [(start, start + 1)])
+            outcome = await run[1].average(contribution(1))
+            assert isinstance(outcome, Resync)
+            assert run[1].peer not in run.coordinator.machine.scope.round.ready
+            run[1].averager.reveal_record = RevealRecord(None)
+            run[1].averager.reveal_record.spend(bytes(32), run[1].done)
+            outcomes = await together(*[one.average(contribution(0)) for one in run.members])
+            assert all(isinstance(one, Committed) for one in outcomes), "from another anchor it is other work"
+
+    run_virtual(main())
+
+
+def test_groups_are_not_drawn_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that knows the draw ends the round, hoping for a group that suits it better: members wait for longer."""
+
+    async def main() -> None:
+        draws: list[float] = []
+
+        def unlucky(board: SecureBoard, now_s: float) -> SecureFailure:
+            draws.append(now_s)
+            return SecureFailure("not the group that I wanted")
+
+        monkeypatch.setattr(SecureBoard, "_fix_senders", unlucky)
+        monkeypatch.setattr(averager, "_DRAW_EVERY_S", 60.0)
+        async with swarm(4, toml(40), ELEMENTS) as run:
+            began_s = now_s()
+            await together(*[one.work(10) for one in run.members])
+            while now_s() < began_s + 90:
+                outcomes = await together(*[one.average(contribution(1)) for one in run.members])
+                assert not any(isinstance(one, Committed) for one in outcomes)
+        assert 3 <= len(draws) <= 5
+
+    run_virtual(main())
+
+
+def test_two_deaths_of_five_after_the_sets_blame_nobody_who_is_left() -> None:
+    """Three cannot open a sum of five: it is lost, and told at once rather than when the round is overdue."""
+
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
+            victims = [run[1], run[3]]
+            doomed = [tasks.create_task(one.play(contribution(9), 10)) for one in victims]
+
+            async def kill() -> None:
+                await at_stage(run, SecureStage.SETS)
+                for one, task in zip(victims, doomed, strict=True):
+                    one.die()
+                    task.cancel()
+
+            tasks.create_task(kill())
+            alive = [one for one in run.members if one not in victims]
+            outcomes = await together(*[one.play(contribution(3), 10) for one in alive])
+            given = [one for one in run.coordinator.events if isinstance(one, VerdictGiven)][-1]
+            assert not set(given.missing) & {one.peer for one in alive}
+            assert not set(given.failed) & {one.peer for one in alive}
+            assert in_step(*alive)
+            for one, outcome in zip(alive, outcomes, strict=True):
+                assert isinstance(outcome, Committed) or (isinstance(outcome, Aborted) and outcome.is_spent)
+                assert residual(one).abs().max() <= UNIT["int8"] / 2 + 1e-9, "what was cut off, and no more"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("lie", ["members", "values"])
+def test_an_owner_cannot_make_up_whose_mean_it_is(monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+    """A mean of itself alone, or one above what all together could bring: its part is void, and it is named."""
+
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            liar, real = run[2], SecureExchange._encoded
+
+            def encoded(self: SecureExchange, chunk: int, mean: Tensor, header: ChunkHeader) -> ReducedChunk:
+                if self.signer.peer == liar.peer:
+                    header = ChunkHeader([2]) if lie == "members" else header
+                    mean = torch.full_like(mean, 0.01 if lie == "members" else 0.1)
+                return real(self, chunk, mean, header)
+
+            monkeypatch.setattr(SecureExchange, "_encoded", encoded)
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(5)])
+            first = outcomes[0]
+            assert isinstance(first, Committed)
+            assert None in first.verdict.digests
+            assert first.mean.whole().abs().max() < 0.02
+            given = [one for one in run.coordinator.events if isinstance(one, VerdictGiven)][-1]
+            assert given.failed == (liar.peer,)
+
+    run_virtual(main())
+
+
+def test_a_dealer_of_wrong_shares_is_left_out_of_later_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs its group two rounds, and then none for a while; the owners that could not open its part do not pay."""
+
+    async def main() -> None:
+        real = RoundKeys.deal
+
+        def deal(self: RoundKeys, group: MaskingGroup) -> dict[int, bytes]:
+            dealt = real(self, group)
+            if self.plan.name.round < 2 and self.member_peer == dealer.peer:
+                wrong = bytes(1) + bytes(range(32))
+                return {one: wrong * (len(shares) // 33) for one, shares in dealt.items()}
+            return dealt
+
+        made = SecureMember.__init__
+
+        def named(self: SecureMember, plan: RoundPlan, *others: Any, **more: Any) -> None:
+            made(self, plan, *others, **more)
+            self._secrets.member_peer = plan.members[self.me].peer  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(SecureMember, "__init__", named)
+        monkeypatch.setattr(RoundKeys, "deal", deal)
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            dealer = run[2]
+            for _ in range(2):
+                outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(5)])
+                given = [one for one in run.coordinator.events if isinstance(one, VerdictGiven)][-1]
+                assert given.missing == (dealer.peer,)
+                assert given.failed == ()
+                assert isinstance(outcomes[0], Committed)
+                assert not outcomes[0].mean.whole().any()
+            assert run.coordinator.machine.scope.is_left_out(dealer.peer)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("moment", [SecureStage.SHARES, SecureStage.MASKS, SecureStage.SETS, SecureStage.UNMASK])
+def test_a_coordinator_that_is_killed_at_each_stage(moment: SecureStage) -> None:
+    """It forgets the board, is told the same, and the round ends as if nothing had happened."""
+
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
+
+            async def kill() -> None:
+                await at_stage(run, moment)
+                run.coordinator.away = True
+                await asyncio.sleep(2.0)
+                run.coordinator.restart()
+
+            tasks.create_task(kill())
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(5)])
+            assert all(isinstance(one, Committed) for one in outcomes)
+            assert in_step(*run.members)
+            expected = weighted([contribution(index) for index in range(5)], [10] * 5)
+            first = outcomes[0]
+            assert isinstance(first, Committed)
+            assert (first.mean.whole().double() - expected).abs().max() < 2 * UNIT["int8"]
+
+    run_virtual(main())
+
+
+# A host that would like to see more ---------------------------------------------------------------------------
+
+
+def test_a_plan_without_masks_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members of a secure run take no part in it, publish nothing and say nothing about their contribution."""
+
+    async def main() -> None:
+        monkeypatch.setattr(round_scope, "as_secure", lambda plan, *others: plan)
+        async with swarm(4, toml(40), ELEMENTS) as run:
+            readies: list[PeerToCoordinatorRoundReady] = []
+            answer = run.coordinator.answer
+
+            async def listen(channel: Any, message: Any) -> Any:
+                if isinstance(message, PeerToCoordinatorRoundReady):
+                    readies.append(message)
+                return await answer(channel, message)
+
+            monkeypatch.setattr(run.coordinator, "answer", listen)
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(4)])
+            assert all(isinstance(one, Aborted) for one in outcomes), "and they keep their work"
+            assert not any(step.blob.kind == "contribution" for step in run.network.log)
+            assert readies
+            assert not any(one.norms for one in readies)
+
+    run_virtual(main())
+
+
+def test_nothing_is_fetched_ahead_of_the_plan() -> None:
+    async def main() -> None:
+        async with swarm(4, toml(40), ELEMENTS) as run:
+            seen: list[int] = []
+
+            async def watch(step: Step, data: bytes) -> bytes:
+                if step.blob.kind == "contribution":
+                    seen.append(stage(run))
+                return data
+
+            run.network.faults.append(watch)
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(4)])
+            assert all(isinstance(one, Committed) for one in outcomes)
+            assert seen
+            assert min(seen) == SecureStage.MASKS
+
+    run_virtual(main())
+
+
+def test_a_member_whose_answers_are_lost_posts_them_again() -> None:
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
+
+            async def deafen() -> None:
+                await at_stage(run, SecureStage.SETS)
+                run.coordinator.deaf_to.add(PeerToCoordinatorSecureStep)
+                await asyncio.sleep(1.0)
+                run.coordinator.deaf_to.clear()
+
+            tasks.create_task(deafen())
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(5)])
+            assert all(isinstance(one, Committed) and one.included for one in outcomes)
+            assert now_s() < 6 * PATIENCE_S
+
+    run_virtual(main())
+
+
+async def offered(member: SimMember, brought: Tensor) -> RoundOutcome:
+    """Work and offer the work once, whatever comes of it."""
+    await member.work(10)
+    return await member.average(brought)
+
+
+def test_a_host_that_takes_a_plan_back_does_not_get_the_work_again() -> None:
+    """It would plan the same contributions anew with another set, and know one by the difference."""
+
+    async def main() -> None:
+        async with swarm(4, toml(40), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
+
+            async def forget() -> None:
+                await at_stage(run, SecureStage.SETS)
+                planned = next(
+                    at for at, one in enumerate(run.coordinator.events) if type(one).__name__ == "RoundClosing"
+                )
+                del run.coordinator.events[planned:]
+                run.coordinator.restart()
+
+            tasks.create_task(forget())
+            outcomes = await together(*[offered(one, contribution(index)) for index, one in enumerate(run.members)])
+            assert all(isinstance(one, Resync) for one in outcomes)
+            assert not any(residual(one).any() for one in run.members)
+
+    run_virtual(main())
+
+
+def test_a_verdict_by_another_plan_does_not_bring_the_work_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with swarm(4, toml(40), ELEMENTS) as run:
+            give = RoundScope.give_verdict
+
+            def swapped(scope: RoundScope, unsigned: VerdictGiven) -> None:
+                plan = unsigned.verdict.plan
+                assert plan is not None
+                first = plan.members[0].model_copy(update={"root": bytes(32)})
+                other = plan.model_copy(update={"members": (first, *plan.members[1:])})
+                give(
+                    scope, unsigned.model_copy(update={"verdict": unsigned.verdict.model_copy(update={"plan": other})})
+                )
+
+            monkeypatch.setattr(RoundScope, "give_verdict", swapped)
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(4)])
+            assert all(isinstance(one, Resync) for one in outcomes)
+            assert not any(residual(one).any() for one in run.members)
+
+    run_virtual(main())
