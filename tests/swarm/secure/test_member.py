@@ -329,6 +329,17 @@ def test_a_dealer_whose_shares_give_no_secret_is_named() -> None:
     assert scene.board.to_blame == {dealer}, "and not those that an owner accuses wrongly"
 
 
+def test_a_dealer_of_what_are_no_shares_is_named() -> None:
+    """They seal, open, and fit their digests, but are no elements of the field: nobody can do anything with them."""
+    scene, dealer = Scene(), 3
+    member = scene.members[dealer]
+    deal = member._secrets.deal
+    member._secrets.deal = lambda group: dict.fromkeys(deal(group), (b"\xff" * 32 + b"\xfe") * (2 * scene.parts))
+    scene.until(SecureStage.OPEN)
+    assert scene.open(0) is None
+    assert scene.board.to_blame == {dealer}
+
+
 @pytest.mark.parametrize("victims", [1, 3])
 def test_a_dealer_whose_shares_do_not_open_is_named_by_more_than_could_lie(victims: int) -> None:
     scene, dealer = Scene(), 4
@@ -385,6 +396,15 @@ def test_bad_keys_are_their_members_fault_alone() -> None:
     assert failure is not None
     assert failure.missing == (4,)
     assert not any(one.has_masked for one in scene.members)
+
+
+def test_a_draw_counts_from_the_moment_that_ones_random_number_leaves() -> None:
+    """Whoever collects the keys of all knows the groups, also where it shows them to nobody."""
+    member = Scene().members[0]
+    assert not member.has_shown_keys
+    member.step(SecureStage.KEYS)
+    assert member.has_shown_keys
+    assert not member.keys
 
 
 # Company and scales -------------------------------------------------------------------------------------------
@@ -490,19 +510,66 @@ def test_the_record_is_one_of_sets_by_round(tmp_path: Path) -> None:
 # What a coalition sees ----------------------------------------------------------------------------------------
 
 
-def test_what_a_coalition_holds_fits_every_contribution_of_the_others() -> None:
-    """Whatever two honest members' codes are, as long as their sum is the same, there are masks that give the very
-    same bytes: all pairs of codes of a small modulus, and all values of the masks that the coalition lacks."""
-    modulus, sums = 4, {}
-    for one, other in itertools.product(range(modulus), repeat=2):
-        views = set()
-        for own_one, own_other, pair in itertools.product(range(modulus), repeat=3):
-            sent = ((one + own_one + pair) % modulus, (other + own_other - pair) % modulus)
-            opened = (own_one, own_other)  # both own masks open for the sum, the pairwise one never does
-            views.add((sent, opened))
-        sums.setdefault((one + other) % modulus, []).append(frozenset(views))
-    assert all(len(set(views)) == 1 for views in sums.values()), "the views depend on the sum alone"
-    assert len({views[0] for views in sums.values()}) == modulus, "and on nothing less"
+@pytest.mark.parametrize("n", [4, 5, 7])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_coalition_with_the_host_never_holds_both_secrets_of_anybody(n: int, seed: int) -> None:
+    """Fewer than a third of the members, with host and owners, which show each other member sets as they please, and
+    sign all of them. Of what they hold in the end, their own shares and all that was revealed, they may put together of
+    each honest sender and part either the seed of its own mask or the key of its pairwise ones. Without the other one
+    what it has sent is uniform: its mask is a keystream that they do not know, by the argument of Shamir 1979 from
+    fewer than ``threshold`` shares."""
+    rng, scene = np.random.default_rng(seed), Scene(n)
+    coalition = set(rng.choice(n, (n - 1) // 3, replace=False).tolist())
+    honest = [one for one in range(n) if one not in coalition]
+    victim, least = honest[0], threshold(n)
+    scene.until(SecureStage.MASKS)
+    scene.turn()
+    scene.turn()
+    full = tuple(range(n))
+    choices = [tuple(full if rng.random() < 0.5 else tuple(one for one in full if one != victim) for _ in range(2))]
+    choices.append(tuple(tuple(one for one in full if one != victim) if each == full else full for each in choices[0]))
+    shown = {one: choices[int(rng.random() < (0.2 if seed % 2 else 0.5))] for one in honest}
+    consents: dict[object, list[Consent]] = {sets: [] for sets in choices}
+    for one in honest:
+        sets = shown[one]
+        scene.members[one].take(CoordinatorToPeerSecureBoard(round=3, stage=SecureStage.SETS, senders=full, sets=sets))
+        signature = scene.members[one].step(SecureStage.SETS).consent
+        assert signature is not None
+        consents[sets].append(Consent(member=one, signature=signature))
+    for one, sets in itertools.product(coalition, choices):
+        signature = scene.members[one]._sign(SetsStatement(scene.about, full, sets))
+        consents[sets].append(Consent(member=one, signature=signature))
+    held: dict[tuple[int, int, int], set[int]] = {}
+    for one in range(n):
+        if one in coalition:  # all that it was dealt
+            pieces = [(part, dealer, kind) for part in range(2) for dealer in honest for kind in range(2)]
+        else:
+            scene.members[one].take(
+                CoordinatorToPeerSecureBoard(
+                    round=3,
+                    stage=SecureStage.UNMASK,
+                    senders=full,
+                    sets=shown[one],
+                    consents=tuple(consents[shown[one]]),
+                )
+            )
+            pieces = []
+            for revealed in scene.members[one].step(SecureStage.UNMASK).revealed:
+                for dealer in honest:
+                    share = revealed.shares[dealer * SHARE_BYTES : (dealer + 1) * SHARE_BYTES]
+                    dealt = scene.members[one]._shares[dealer]
+                    at = 2 * revealed.part * SHARE_BYTES
+                    both = [dealt[at : at + SHARE_BYTES], dealt[at + SHARE_BYTES : at + 2 * SHARE_BYTES]]
+                    pieces.append((revealed.part, dealer, both.index(share)))
+        for piece in pieces:
+            held.setdefault(piece, set()).add(one)
+    opened = 0
+    for part, dealer in itertools.product(range(2), honest):
+        known = [len(held.get((part, dealer, kind), ())) >= least for kind in range(2)]
+        assert not all(known), "both secrets of one sender"
+        opened += any(known)
+    agreeing = max(len(one) for one in consents.values())
+    assert bool(opened) == (agreeing >= least), "and it is not that nothing ever opens"
 
 
 def test_the_statement_of_sets_covers_everything() -> None:

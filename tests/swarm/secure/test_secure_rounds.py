@@ -18,11 +18,13 @@ from shoal.swarm.averaging.reduction import ReducedChunk
 from shoal.swarm.averaging.secure_exchange import SecureExchange
 from shoal.swarm.coordinator import round_scope
 from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.coordinator.round_plan import draw_secure
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorSecureStep
 from shoal.swarm.protocol.rounds import RoundPlan
-from shoal.swarm.protocol.secure import SecureStage
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.secure import SecureStage, first_scales
 from shoal.swarm.secure.board import SecureBoard, SecureFailure
 from shoal.swarm.secure.groups import MaskingGroup
 from shoal.swarm.secure.member import SecureMember
@@ -373,6 +375,70 @@ def test_an_owner_cannot_make_up_whose_mean_it_is(monkeypatch: pytest.MonkeyPatc
             assert given.failed == (liar.peer,)
 
     run_virtual(main())
+
+
+def test_an_owner_that_says_that_nothing_could_be_opened_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the sum, and publishes an empty mean: the others know that enough shares were revealed."""
+
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            owner, real = run[2], SecureExchange._make
+
+            def made(self: SecureExchange, index: int, opened: dict[Any, Any]) -> None:
+                real(self, index, {} if self.signer.peer == owner.peer else opened)
+
+            monkeypatch.setattr(SecureExchange, "_make", made)
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(5)])
+            assert all(isinstance(one, Committed) for one in outcomes)
+            given = [one for one in run.coordinator.events if isinstance(one, VerdictGiven)][-1]
+            assert given.failed == (owner.peer,)
+
+    run_virtual(main())
+
+
+def ready(tokens: int, scales: bytes = b"") -> PeerToCoordinatorRoundReady:
+    return PeerToCoordinatorRoundReady(
+        round=1, anchor_version=1, state_digest=bytes(32), weight_tokens=tokens, ranges=(), loss=None, scales=scales
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "members", "has_units"),
+    [
+        ([b"a", b"a", b"a", b""], 4, True),
+        ([b"a", b"", b"", b"", b"", b""], 5, False),
+        ([b"a", b"a", b"b", b"", b"", b""], 5, True),
+        ([b"a", b"", b"", b""], 3, False),
+        ([b"", b"", b"", b""], 4, False),
+    ],
+)
+def test_members_of_a_plan_agree_on_its_units(told: list[bytes], members: int, has_units: bool) -> None:
+    """Who has some believes in no others, and who has none in those of more than a third, or a run's first ones."""
+    averaging = parse_run_file(toml(10)).averaging
+    all_of = {f"p{index}": ready(10, scales) for index, scales in enumerate(told)}
+    chosen, scales = draw_secure(all_of, list(all_of), averaging, 1, 0)
+    assert (len(chosen), scales == b"a") == (members, has_units)
+    holders = sum(one.scales == scales for one in chosen.values())
+    assert all(one.scales in (scales, b"") for one in chosen.values())
+    assert 3 * holders > len(chosen) or scales == first_scales(8, 1)
+
+
+def test_who_has_little_work_waits_for_more() -> None:
+    """Weights are cut to twice the lightest one: a single sample must not flatten what all others have done."""
+    averaging = parse_run_file(toml(10)).averaging
+    weights = [100, 110, 90, 100, 1, 49]
+    chosen, _ = draw_secure(
+        {f"p{one}": ready(weight) for one, weight in enumerate(weights)}, ["p0", "p1"], averaging, 1, 0
+    )
+    assert sorted(chosen) == ["p0", "p1", "p2", "p3"]
+
+
+@pytest.mark.parametrize(("credited", "others", "most"), [(8, 20, 3), (40, 20, 2), (3, 9, 9)])
+def test_newcomers_are_fewer_than_a_third_of_any_group(credited: int, others: int, most: int) -> None:
+    averaging = parse_run_file(toml(10)).averaging
+    peers = [f"p{one:02}" for one in range(credited + others)]
+    chosen, _ = draw_secure({one: ready(10) for one in peers}, peers[:credited], averaging, 1, 0)
+    assert sum(one in peers[credited:] for one in chosen) == most
 
 
 def test_a_dealer_of_wrong_shares_is_left_out_of_later_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
