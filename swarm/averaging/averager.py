@@ -63,8 +63,8 @@ _ACQUAINTED = 8
 """Committed secure rounds with a member until it is no stranger: as many as credit takes."""
 
 _DRAWS, _DRAW_EVERY_S = 3, 600.0
-"""Secure rounds that may fail at once after our keys were shown, from when on the host may know the groups, and time
-until another one may."""
+"""Secure rounds that may come to nothing for us, whatever their end, after our keys were shown, from when on the host
+may know the groups, and time until another one may."""
 
 _UNPLANNED = 4
 """Rounds in a row without a plan after which a member does without the scales that it has, as others may have none."""
@@ -129,6 +129,11 @@ class Averager:
         return self._secure_member is not None and self._secure_member.has_masked
 
     @property
+    def _has_drawn(self) -> bool:
+        """Whether our random number has left, so that others may know the round's groups."""
+        return self._secure_member is not None and self._secure_member.has_shown_keys
+
+    @property
     def _masked_moved(self) -> int:
         now = self._exchange.moved if isinstance(self._exchange, SecureExchange) else 0
         return self._masked_before + now
@@ -164,6 +169,8 @@ class Averager:
                 self.clock.exchange(None)
             finally:
                 self._idle.set()
+        if self._has_drawn and not (self._has_masked and isinstance(outcome, Committed)):
+            self._draws.take("draw", 1.0, asyncio.get_running_loop().time())
         if isinstance(outcome, Aborted):
             outcome = self._settle_aborted(offer, outcome)
         # A mean may include some of the residual, which must not be included twice; late work is others' from now on.
@@ -179,8 +186,6 @@ class Averager:
         Its sum may be known to somebody, so the same work, offered once more, would be what two sums differ by. Where
         the verdict says so, all are done with the samples; where it does not, or there is none, we are."""
         verdict = outcome.verdict
-        if self._secure_member is not None and self._secure_member.has_shown_keys:
-            self._draws.take("draw", 1.0, asyncio.get_running_loop().time())
         if verdict is not None and verdict.spent and verdict.plan is not None and self._is_planned(verdict.plan, offer):
             self.round_feedback.forget()  # also where ours has not left, as others cannot know that
             return Aborted(f"{outcome.reason}; its masked work is lost", verdict, is_spent=True)

@@ -198,8 +198,8 @@ class SecureExchange:
         withheld = set()
         for part, included in zip(self._plan.parts, self.member.sets, strict=False):
             if self.store.has(part) and part.owner != self.me:
-                mean = self.store.header(self.store.chunks_of(part).start).included
-                if not set(included) <= {*mean, *closed}:
+                means = [set(self.store.header(chunk).included) for chunk in self.store.chunks_of(part)]
+                if not set(included) <= set.intersection(*means).union(closed):
                     withheld.add(part.owner)
         return withheld
 

@@ -148,8 +148,10 @@ class SecureBoard:
         Who reveals such a share is to blame, as it should have noticed when it was dealt it."""
         group, kept = self._group_of(member), {}
         senders = group.among(self.senders)
+        if [one.part for one in revealed] != [part for part, one in enumerate(self.sets) if group.among(one)]:
+            raise WireError("a member reveals shares for some parts of its group's sums only")
         for one in revealed:
-            if one.part >= len(self.sets) or len(one.shares) != len(senders) * SHARE_BYTES:
+            if len(one.shares) != len(senders) * SHARE_BYTES:
                 raise WireError("a member reveals other shares than those of a part's senders")
             shares = []
             for place, dealer in enumerate(senders):

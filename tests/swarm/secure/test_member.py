@@ -352,6 +352,19 @@ def test_a_dealer_whose_shares_do_not_open_is_named_by_more_than_could_lie(victi
         assert (scene.open(0) == scene.sum_of(0, range(5))).all()
 
 
+def test_a_member_reveals_shares_for_all_parts_or_counts_as_silent() -> None:
+    """Else one could keep single parts closed, and owners could keep back the others, without any blame."""
+    scene = Scene()
+    scene.until(SecureStage.UNMASK)
+    scene.forged[3] = lambda step: step.model_copy(update={"revealed": step.revealed[:1]})
+    scene.post(3)  # asks for the others' signatures
+    with pytest.raises(WireError):
+        scene.post(3)
+    scene.board.stage = SecureStage.OPEN
+    assert 3 in scene.board.closed
+    assert 3 in scene.board.to_blame
+
+
 def test_a_member_reveals_and_posts_for_itself_alone() -> None:
     scene = Scene()
     scene.until(SecureStage.UNMASK)

@@ -323,6 +323,53 @@ def test_groups_are_not_drawn_again_and_again(monkeypatch: pytest.MonkeyPatch) -
     run_virtual(main())
 
 
+def test_a_draw_that_goes_on_without_us_is_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that knows the draw lets only the groups that suit it go on, and commits the round without the others."""
+
+    async def main() -> None:
+        fix = SecureBoard._fix_senders
+
+        def choosy(board: SecureBoard, now_s: float) -> SecureFailure | None:
+            board._sealed = {one: board._sealed[one] for one in board._groups[0].members}
+            return fix(board, now_s)
+
+        monkeypatch.setattr(SecureBoard, "_fix_senders", choosy)
+        monkeypatch.setattr(averager, "_DRAWS", 1)
+        async with swarm(8, toml(80, group=4), ELEMENTS) as run:
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(8)])
+            assert all(isinstance(one, Committed) for one in outcomes)
+            waiting = [one for one in run.members if one.averager._draws.level("draw", now_s()) < 0.5]
+            assert len(waiting) == 4, "those that showed their random numbers and were not let in"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("kept_back", ["first chunk", "last chunk"])
+def test_an_owner_that_keeps_single_chunks_back_has_failed(monkeypatch: pytest.MonkeyPatch, kept_back: str) -> None:
+    """It has opened their sums as well: their work is lost, as that of a part that is void."""
+
+    async def main() -> None:
+        async with swarm(4, toml(40), 16 * 4096) as run:
+            owner, real = run[2], SecureExchange._make
+
+            def make(self: SecureExchange, index: int, opened: Any) -> None:
+                real(self, index, opened)
+                if self.signer.peer == owner.peer:
+                    chunks = self.store.chunks_of(self._plan.parts[index])
+                    assert len(chunks) > 1
+                    nothing = memoryview(self.store.group.pack_header(ChunkHeader()))
+                    self.made_chunks[chunks[0 if kept_back == "first chunk" else -1]] = ReducedChunk(nothing, [], None)
+
+            monkeypatch.setattr(SecureExchange, "_make", make)
+            ones = torch.full((16 * 4096,), 0.003)
+            outcomes = await together(*[run[index].play(ones, 10) for index in range(4)])
+            assert all(isinstance(one, Committed) for one in outcomes)
+            given = [one for one in run.coordinator.events if isinstance(one, VerdictGiven)][-1]
+            assert given.failed == (owner.peer,)
+
+    run_virtual(main())
+
+
 def test_two_deaths_of_five_after_the_sets_blame_nobody_who_is_left() -> None:
     """Three cannot open a sum of five: it is lost, and told at once rather than when the round is overdue."""
 
