@@ -33,6 +33,7 @@ from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import genesis
+from shoal.swarm.secure.reveal_record import RevealRecord
 
 STEPS = 4
 
@@ -168,6 +169,7 @@ class Network(FakeNetwork):
 class FakeAverager:
     def __init__(self) -> None:
         self.round_feedback = FakeFeedback()
+        self.reveal_record = RevealRecord(None)
 
     async def until_idle(self) -> None:
         """Return at once: rounds are over when they begin."""

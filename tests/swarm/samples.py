@@ -48,6 +48,8 @@ def values(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy
         return st.sampled_from(arguments)
     if origin in (typing.Union, types.UnionType):
         return st.one_of([values(argument) for argument in arguments])
+    if origin is dict:
+        return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=2)
     if origin is tuple and arguments[-1] is not Ellipsis:
         return st.tuples(*map(values, arguments))
     if origin is tuple:
@@ -62,13 +64,24 @@ def values(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy
         least_value = low if above is None else above
         return st.floats(least_value, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False)
     if annotation is str:
-        if any(isinstance(one, AfterValidator) for one in limits):  # of plain text
-            return st.text("aZ 7é≤\n", min_size=least, max_size=min(most or 20, 20))
+        validators = [one.func for one in limits if isinstance(one, AfterValidator)]
+        if validators:  # of plain text, or of one line of it
+            return st.text("aZ 7é≤" + _line_break(validators), min_size=least, max_size=min(most or 20, 20))
         return st.text(st.characters(exclude_categories=["Cs"]), min_size=least, max_size=min(most or 20, 20))
     if annotation is bytes:
         return st.binary(min_size=least, max_size=most or 20)
     assert issubclass(annotation, BaseModel), annotation
     return records(annotation)
+
+
+def _line_break(validators: list[Any]) -> str:
+    """A line break, if these validators of a text allow it; else empty."""
+    try:
+        for check in validators:
+            check("\n")
+    except ValueError:
+        return ""
+    return "\n"
 
 
 def records(cls: type[BaseModel]) -> st.SearchStrategy[Any]:
