@@ -462,8 +462,9 @@ class AveragingSection(Record):
         bool,
         Field(
             description=(
-                "contributions are masked, so that nobody, part owners and host included, sees more of them than the "
-                "sum of a group: [security.md](security.md#secure-averaging). Needs four members in each round, "
+                "contributions are masked, so that nobody, part owners and host included, is sent more of them than "
+                "the sum of a group; what it hides, and what not: [security.md](security.md#secure-averaging). Needs "
+                "four members in each round, "
                 '`algorithm = "diloco"`, `codec = "int8"` or `"int4"`, and `robust = "none"`'
             )
         ),
