@@ -42,7 +42,7 @@ demo: $(INSTALLED)
 test test-all: TOGETHER = $(shell $(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)')
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest -n auto -m 'not integration and not matrix' $(PYTEST_ARGS) || [ $$? -eq 5 ]
-	@$(BIN)/python -m pytest -n $(TOGETHER) --dist worksteal -m 'integration and not slow' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n $(TOGETHER) --dist worksteal -m 'integration and not slow and not matrix' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-all: $(INSTALLED)
 	@$(BIN)/python -m pytest -n $(TOGETHER) --dist worksteal -m 'slow and integration and not matrix' $(PYTEST_ARGS) || [ $$? -eq 5 ]

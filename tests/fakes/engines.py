@@ -108,6 +108,9 @@ class EtcdCluster:
             one.wait()
 
 
+_READY = b"database system is ready to accept connections"
+
+
 class PostgresServer:
     """A server of its own, which only this machine reaches."""
 
@@ -138,8 +141,12 @@ class PostgresServer:
         options = ["-c", "listen_addresses=127.0.0.1", "-p", str(self.port), "-k", str(self._folder)]
         command = [str(self._programs / "postgres"), "-D", str(self._data), *options]
         with self._log.open("ab") as log:
+            before = log.tell()
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd="/", **self._user())  # type: ignore[call-overload]
         _until([self.port], [process], self._log)
+        while _READY not in self._log.read_bytes()[before:]:  # until then it answers that it is starting up
+            assert process.poll() is None, self._log.read_text(errors="replace")
+            time.sleep(0.05)
         return process  # type: ignore[no-any-return]
 
     def url(self) -> str:
