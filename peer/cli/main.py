@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -117,8 +118,6 @@ PortMapping = Annotated[
 WebOption = Annotated[
     str | None,
     typer.Option(
-        is_flag=False,
-        flag_value=f"127.0.0.1:{DEFAULT_WEB_PORT}",
         metavar="[HOST:PORT]",
         help="Serve a page for browsers there; without an address for this machine only.",
     ),
@@ -126,12 +125,13 @@ WebOption = Annotated[
 MetricsOption = Annotated[
     str | None,
     typer.Option(
-        is_flag=False,
-        flag_value=f"127.0.0.1:{DEFAULT_METRICS_PORT}",
         metavar="[HOST:PORT]",
         help="Serve /metrics for Prometheus there, without a page; without an address for this machine only.",
     ),
 ]
+_BARE = {"--web": f"127.0.0.1:{DEFAULT_WEB_PORT}", "--metrics": f"127.0.0.1:{DEFAULT_METRICS_PORT}"}
+"""Values of options that may be given without one."""
+
 EveryOption = Annotated[
     float, typer.Option("--every", min=1.0, metavar="SECONDS", help="Least time between two looks; big runs take more.")
 ]
@@ -737,11 +737,20 @@ def allow_descriptors() -> int:
     return system.allow_files(_MOST_DESCRIPTORS)
 
 
+def with_bare_options(arguments: Sequence[str]) -> list[str]:
+    """Add their values to options that are given without one, at the end or before another option: typer wants one."""
+    following = [*arguments, "-"][1:]
+    return [
+        f"{one}={_BARE[one]}" if one in _BARE and after.startswith("-") else one
+        for one, after in zip(arguments, following, strict=True)
+    ]
+
+
 def main() -> None:
     """Run the ``shoal`` command."""
     allow_descriptors()
     try:
-        app(prog_name="shoal")
+        app(with_bare_options(sys.argv[1:]), prog_name="shoal")
     except ShoalError as error:
         from shoal.peer.terminal.events import printable_lines
 

@@ -45,6 +45,7 @@ def run_python(program: str, *arguments: str) -> tuple[int, str, list[str]]:
         (["page", "shoal://nowhere", "--out", "x"], 11, "InviteError"),
         (["top", f"shoal://nowhere:1/reef?key={'A' * 43}&run={'A' * 43}&t=cut"], 11, "t= is cut off"),
         (["host", "missing.toml"], 10, "missing.toml"),
+        (["host", "missing.toml", "--metrics", "--web"], 10, "missing.toml"),
         (["simulate", "missing.toml"], 10, "missing.toml"),
         (["prepare", "missing.toml", "--out", "x"], 10, "missing.toml"),
         (["doctor", "missing.toml"], 10, "missing.toml"),
