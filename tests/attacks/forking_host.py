@@ -34,7 +34,7 @@ def fork(first: int) -> None:
         if len(members) < 3 or members[2] != peer or verdict is None or verdict.round < first:
             return whole
         changed = other(handlers, verdict)
-        update = {"verdict": changed, "verdict_chain": changed.chain}
+        update = {"verdict": changed, "verdict_on_plan": None, "verdict_chain": changed.chain}
         return CoordinatorToPeerView(view=whole.view.model_copy(update=update))
 
     ScopeHandlers.view = view  # type: ignore[method-assign]
