@@ -79,7 +79,7 @@ class JoinedPage:
 
 
 def _look_at_disk(newest: StoredCheckpoint | None, folder: Path) -> tuple[float | None, int | None]:
-    """When the newest checkpoint was written, and the free bytes where the peer's files are, as far as can be seen."""
+    """Time of the newest checkpoint, and the free bytes where the peer's files are, as far as can be seen."""
     written_s = free_bytes = None
     if newest is not None:
         with suppress(OSError):

@@ -42,7 +42,7 @@ class SourceFigure:
 
 @dataclass(frozen=True)
 class EvaluationFigures:
-    """What an evaluation has found.
+    """Findings of an evaluation.
 
     ``loss``: mean over ``samples`` held-out samples, in nats a token; ``accuracy``: share of the tokens, or labels,
     that the model finds likeliest; ``sources``: the loss by source; ``texts``: what the model has written after each

@@ -203,7 +203,7 @@ def session_panel(
 
 
 def _notes(snapshot: Snapshot) -> list[tuple[str, str]]:
-    """What needs attention, whole sentences that wrap, with their styles: what is waited for first."""
+    """List what needs attention, in sentences that wrap, with their styles: first what is waited for."""
     notes: list[tuple[str, str]] = []
     if snapshot.leaving:
         notes.append((LEAVING, "bold yellow"))
@@ -296,7 +296,7 @@ def _figure(name: str, value: str) -> Text:
 
 
 def farewell(run: str, folder: Path, *, ended: bool, has_model: bool) -> str:
-    """What a member is told at its end: how to come back, or where the run's model is."""
+    """Last words to a member at its end: how to come back, or where the run's model is."""
     if not ended:
         return f"Left {run}. The same command goes on where this was: its state is in {folder}"
     model = (
@@ -409,7 +409,7 @@ def _timing_rows(status: CoordinatorToPeerStatus) -> list[tuple[str, RenderableT
 
 
 def _progress_line(status: CoordinatorToPeerStatus) -> RenderableType:
-    """How far the run is, with a bar and the time left; ``4.05M of 20M tokens``."""
+    """Progress of the run, with a bar and the time left; ``4.05M of 20M tokens``."""
     progress = status.progress
     words = Text(of_goal(progress, status.tokens_committed, status.rounds_committed))
     if progress.share is None:

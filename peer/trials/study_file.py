@@ -37,7 +37,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)] | Annotated[int, Field(ge=
 
 
 class SearchRange(Record):
-    """What trials try for one setting: ``choices``, or numbers from ``low`` to ``high``; integers if both are."""
+    """Values to try for one setting: ``choices``, or numbers from ``low`` to ``high``; integers if both are."""
 
     low: Number | None = None
     high: Number | None = None

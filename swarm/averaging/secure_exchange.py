@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class BoardLink(Protocol):
-    """What a member of a secure round needs of the coordinator."""
+    """Access of a member of a secure round to the coordinator's board."""
 
     async def post(self, step: PeerToCoordinatorSecureStep) -> CoordinatorToPeerSecureBoard:
         """Post a step; returns what is shown in answer. Waits while the coordinator is away."""
@@ -300,7 +300,7 @@ class SecureExchange:
 
     @property
     def factor(self) -> float:
-        """What our values are multiplied by: our weight over that of the heaviest member of our group."""
+        """Factor of our values: our weight over that of the heaviest member of our group."""
         return self._plan.members[self.me].weight / self._heaviest(self.member.group)
 
     @property

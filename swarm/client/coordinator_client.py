@@ -448,7 +448,7 @@ class CoordinatorClient:
 
     @property
     def coordinator_host(self) -> str:
-        """Where the coordinator was reached last."""
+        """Host at which the coordinator was reached last; empty before that."""
         channel = self._connector.channel
         return channel.remote_host if channel is not None else ""
 

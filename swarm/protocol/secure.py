@@ -50,7 +50,7 @@ Sets = Annotated[tuple[Members, ...], Field(max_length=2 * MOST_MEMBERS)]
 
 
 class SecurePlan(Record):
-    """How a round's contributions are coded and masked.
+    """Rules by which a round's contributions are coded and masked.
 
     ``bits``: of a code; ``group``: the size of a masking group that is aimed at; ``block``: elements that share a
     scale; ``scales``: of all blocks."""
@@ -79,7 +79,7 @@ class SecureKeys(Record):
 
 
 class SecureStage(IntEnum):
-    """What the members of a secure round are asked for; each begins when the one before is complete.
+    """Stages of a secure round, by what its members are asked for; each begins when the one before is complete.
 
     ``KEYS``: their public keys; ``SHARES``: shares of their secrets, sealed for each other member of their group;
     ``MASKS``: masked contributions, by those whose shares are there; ``SETS``: signatures of the parts' sets;

@@ -49,7 +49,7 @@ class SecureBoard:
         self.senders: tuple[int, ...] = ()
         self.sets: tuple[tuple[int, ...], ...] = ()
         self.since_s = now_s
-        """When the stage began."""
+        """Time at which the stage began."""
         self._plan = plan
         self._about = about
         self._patience_s = patience_s

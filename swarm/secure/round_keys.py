@@ -27,7 +27,7 @@ _CONTEXT = b"shoal secure averaging, version 1\0"
 _NONCE_BYTES = 12
 
 SEALING_BYTES = _NONCE_BYTES + 16
-"""What sealing adds to shares."""
+"""Bytes that sealing adds to shares."""
 
 
 def fresh_nonce() -> bytes:
