@@ -108,13 +108,13 @@ def simple(loop: Loop) -> None:
 
 
 def scaled(loop: Loop) -> None:
-    """Loss scaling with a scale that overflows at first, so that some steps are skipped."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=10**6)
+    """Loss scaling, with gradients of the first batch that overflow, so that its step is skipped."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=10**6)
     skipped = 0
-    for batch in loop.session.batches(loop.dataset):
+    for number, batch in enumerate(loop.session.batches(loop.dataset)):
         loss = loop.loss(batch)
         scale = scaler.get_scale()
-        scaler.scale(loss).backward()
+        scaler.scale(loss * (1.0 if number else 2.0**100)).backward()
         scaler.unscale_(loop.optimizer)
         nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
         scaler.step(loop.optimizer)
