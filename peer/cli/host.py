@@ -81,9 +81,9 @@ from shoal.swarm.errors import (
     UserError,
     WireError,
 )
-from shoal.swarm.protocol.addresses import join_host_port, parse_ip, reach_of
+from shoal.swarm.protocol.addresses import MAX_ADDRESSES, join_host_port, parse_ip, reach_of
 from shoal.swarm.protocol.identity import CurveKeys, Identity, key_text
-from shoal.swarm.protocol.invite import Invite, parse_advertised
+from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.relay_url import RelayUrl
@@ -279,6 +279,7 @@ async def _host_shared(
                 "history under the same keys: host the run without --journal as before, or give --state another folder "
                 "and the run another name, and begin it --from its checkpoint"
             )
+        sharing.check_place(state)
         _write(state / SHARED_JOURNAL, f"{sharing.journal.location}\n".encode())
         path = options.identity or state / IDENTITY_FILE
         await in_thread(sharing.fetch_identity, path)
@@ -293,12 +294,12 @@ async def _host_shared(
         about = _about(one, options, keys, front.node.control_port)
         for name, data in (about | {RUN_FILE: one.text.encode()}).items():
             _write(state / name, data)
-        shown = _advertised(options, front.node.control_port)
 
         def on_standby(leader: str) -> None:
             on_event(make_event("standing_by", leader=leader) | {"run": one.name})
 
-        await in_thread(sharing.show_addresses, ",".join(map(str, shown)))
+        shown = _advertised(options, front.node.control_port) + _relays_of(options)
+        await in_thread(sharing.show_addresses, shown)
         shared_run = SharedRun(one.run.hash, one.text, one.identity.public_key)
         epoch = await sharing.become_leader(shared_run, front, stop, on_standby)
         if epoch is None:
@@ -325,6 +326,11 @@ def _advertised(options: HostOptions, port: int) -> tuple[Address, ...]:
     """The addresses of this host for its invites, without relays."""
     named = options.advertise or (() if options.via else ((own_address(options.bind[0]), port),))
     return tuple(Address(host=host, control_port=own_port or port) for host, own_port in named)
+
+
+def _relays_of(options: HostOptions) -> tuple[Address, ...]:
+    """The relays that this host is reached over, as invites name them."""
+    return tuple(url.address.model_copy(update={"relay_key": None}) for url in options.via)
 
 
 @dataclass(frozen=True)
@@ -489,7 +495,7 @@ async def serve(shared: ServingHost, one: HostedRun, leased: tuple[Journal, int]
         ending.push_async_callback(relays.close)
         if options.via:
             await relays.register(options.via, _REGISTER_S)
-            addresses += tuple(url.address.model_copy(update={"relay_key": None}) for url in options.via)
+            addresses += _relays_of(options)
         elif options.relay:
             place = options.bind[0], port + 1 if port < _LAST_PORT else 0
             beside = RelayProcess(state / RELAY_IDENTITY_FILE, place, identity.public_key)
@@ -560,14 +566,13 @@ async def _follow_admission(
 
 
 async def _with_others(own: tuple[Address, ...], sharing: SharedHosting | None) -> tuple[Address, ...]:
-    """Add the addresses of the hosts that stand by to those of the one that leads."""
+    """Add the addresses and relays of the hosts that stand by to those of the one that leads."""
     if sharing is None:
         return own
-    found = await in_thread(sharing.others)
-    named = [Address(host=host, control_port=port) for text in found if text for host, port in parse_advertised(text)]
-    relays = tuple(one for one in own if one.is_relayed)
-    plain = dict.fromkeys([*(one for one in own if not one.is_relayed), *named])
-    return (*list(plain)[:MOST_COORDINATORS], *relays)
+    found = dict.fromkeys([*own, *await in_thread(sharing.others)])
+    direct = [one for one in found if not one.is_relayed][:MOST_COORDINATORS]
+    relayed = [one for one in found if one.is_relayed]
+    return (*direct, *relayed[: MAX_ADDRESSES - len(direct)])
 
 
 async def _follow_hosts(

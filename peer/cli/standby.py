@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,22 @@ from filelock import FileLock
 from shoal.swarm import durable
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.coordinator.front import CoordinatorFront
+from shoal.swarm.coordinator.local_journal import SHARED_JOURNAL, shared_place
 from shoal.swarm.coordinator.shared_journal import SharedJournal, SharedRun
 from shoal.swarm.coordinator.stores.place import open_store
-from shoal.swarm.errors import IdentityError, JournalUnavailable, LeaseLost, RunFileError, StorageError
+from shoal.swarm.errors import (
+    IdentityError,
+    JournalUnavailable,
+    LeaseLost,
+    RunFileError,
+    ShoalError,
+    StorageError,
+    UserError,
+)
 from shoal.swarm.protocol.identity import Identity, key_text, parse_key, peer_id, seal_to
+from shoal.swarm.protocol.invite import parse_advertised
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.types import Address
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +110,18 @@ class SharedHosting:
             )
         return self.found.run_toml, hosted
 
+    def check_place(self, folder: Path) -> None:
+        """Check that a journal that would be begun here is not the second one of this run. Raises ``UserError``.
+
+        ``folder``: the host's, which says where the journal was when the host was started last."""
+        before = shared_place(folder)
+        if self.found is None and before and before != self.journal.location:
+            raise UserError(
+                f"{self.journal.location} has no journal of the run {self.name}, which this host has in {before}: "
+                "another history under the same keys would stop its members. Name that place with --journal; if the "
+                f"one there is not needed any more, remove {folder / SHARED_JOURNAL}"
+            )
+
     def fetch_identity(self, path: Path) -> None:
         """Write the run's keys to ``path``, if another host has sealed them for this machine. Raises
         ``IdentityError``."""
@@ -135,14 +158,26 @@ class SharedHosting:
             key = parse_key(text)
             self.journal.put_key(f"key/{peer_id(key)}", seal_to(key, pem, _SEAL_CONTEXT))
 
-    def show_addresses(self, addresses: str) -> None:
-        """Tell the other hosts where members reach this one."""
-        self.journal.put_key(f"host/{self.machine.peer_id}", addresses.encode())
+    def show_addresses(self, addresses: Sequence[Address]) -> None:
+        """Tell the other hosts where members reach this one: its own addresses, then relays."""
+        direct, relayed = (
+            ",".join(str(one) for one in addresses if one.is_relayed == over_relays) for over_relays in (False, True)
+        )
+        self.journal.put_key(f"host/{self.machine.peer_id}", f"{direct} {relayed}".encode())
 
-    def others(self) -> list[str]:
-        """Read where members reach the other hosts."""
-        found = self.journal.read_keys("host/")
-        return [value.decode() for name, value in sorted(found.items()) if name != f"host/{self.machine.peer_id}"]
+    def others(self) -> list[Address]:
+        """Read where members reach the other hosts; what is no address is left out."""
+        found: list[Address] = []
+        for name, value in sorted(self.journal.read_keys("host/").items()):
+            if name != f"host/{self.machine.peer_id}":
+                direct, _, relayed = value.decode(errors="replace").partition(" ")
+                try:
+                    found += [Address(host=host, control_port=port) for host, port in parse_advertised(direct)]
+                    for host, port in parse_advertised(relayed):
+                        found.append(Address(host=host, control_port=port, kind="relayed"))
+                except ShoalError as error:
+                    log.warning("%s: the addresses of another host are damaged: %s", self.journal.location, error)
+        return found
 
     # Leading ----------------------------------------------------------------------------------------------
 

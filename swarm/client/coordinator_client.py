@@ -646,6 +646,8 @@ class CoordinatorClient:
         update: dict[str, object] = {}
         short = view.verdict_on_plan
         if short is not None:  # first, as the view may bring the plan of the round after it
+            if view.verdict is not None:
+                raise WireError("a view tells a verdict in two forms")
             if self._plan is None or short.plan_digest != self._plan_digest:
                 return None
             try:

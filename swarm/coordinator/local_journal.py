@@ -53,12 +53,19 @@ def evidence_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.evidence"
 
 
+def shared_place(folder: Path) -> str:
+    """Return where a run's journal is that several hosts share, without passwords; empty if it is in the folder."""
+    try:
+        return (folder / SHARED_JOURNAL).read_text().strip()
+    except OSError:
+        return ""
+
+
 def check_not_shared(folder: Path) -> None:
     """Check that a run's journal is not elsewhere: another one, begun here, would tell another history under the same
     keys. Raises ``StateFileError``."""
-    try:
-        place = (folder / SHARED_JOURNAL).read_text().strip()
-    except OSError:
+    place = shared_place(folder)
+    if not place:
         return
     raise StateFileError(
         f"{folder}: the journal of this run is {place}, which its hosts share: start the host with --journal; for "

@@ -90,13 +90,17 @@ def shared_hosts(
     labels: Sequence[str],
     extra: Sequence[str] = (),
     launcher: Sequence[str] = SHOAL,
+    each: Sequence[Sequence[str]] = (),
 ) -> list[SharedHost]:
-    """Start hosts of one run; the first one leads, the others stand by."""
+    """Start hosts of one run; the first one leads, the others stand by. ``each``: options of each alone."""
     first, *others = labels
+    own, *others_own = each or [()] * len(labels)
     keys = [machine_key(swarm._folder(one) / "home") for one in others]
-    leading = swarm._add(SharedHost(swarm, first, toml, url, keys, extra, launcher))
+    leading = swarm._add(SharedHost(swarm, first, toml, url, keys, [*extra, *own], launcher))
     leading.leads()
-    hosts = [leading, *(swarm._add(SharedHost(swarm, one, toml, url, (), extra, launcher)) for one in others)]
+    hosts = [leading]
+    for label, options in zip(others, others_own, strict=True):
+        hosts.append(swarm._add(SharedHost(swarm, label, toml, url, (), [*extra, *options], launcher)))
     for one in hosts[1:]:
         one.stands_by()
     return hosts

@@ -145,9 +145,11 @@ class RelayPaths:
     async def call(
         self, key: bytes, relays: tuple[Address, ...], plane: Plane, *, as_guest: bool = False
     ) -> RelayedSocket:
-        """Connect over the first relay that can; later ones are tried a second later each. Raises ``Unreachable``."""
+        """Connect over the first relay that can; later ones are tried a second later each. Raises ``Unreachable``.
+
+        Of many relays, as those of several coordinators, those that have not failed for longest are tried."""
         loop = asyncio.get_running_loop()
-        ways = sorted(relays[:MAX_RELAYS], key=lambda relay: self._failed.get(relay, 0.0))
+        ways = sorted(relays, key=lambda relay: self._failed.get(relay, 0.0))[:MAX_RELAYS]
         found: list[RelayedSocket] = []
         troubles: list[LinkError] = []
         failed = asyncio.Event()

@@ -195,8 +195,12 @@ def test_a_verdict_without_its_plan_is_checked_like_a_whole_one() -> None:
             assert digest is not None
             told = VerdictOnPlan.of(scope.verdict.model_copy(update={"round": 1, "chain": b"c" * 32}), digest)
             stranger = PartMaker(member=7, chunks=((0, 1),), signature=bytes(64))
-            for on_plan, why in ((told, "hash"), (told.model_copy(update={"makers": (stranger,)}), "does not fit")):
-                changes = {"round": 2, "verdict": None, "verdict_on_plan": on_plan, "verdict_chain": b"c" * 32}
+            for on_plan, also, why in (
+                (told, None, "hash"),
+                (told.model_copy(update={"makers": (stranger,)}), None, "does not fit"),
+                (told, scope.verdict, "two forms"),
+            ):
+                changes = {"round": 2, "verdict": also, "verdict_on_plan": on_plan, "verdict_chain": b"c" * 32}
                 with pytest.raises(WireError, match=why):
                     await run[0].channel.push(CoordinatorToPeerView(view=before.model_copy(update=changes)))
                 assert run[0].view is before

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 from tests.swarm.network import HOST, LONG_S, Member, Sink, Source, introduce, run, swarm_of, until
@@ -15,7 +15,7 @@ from shoal.swarm.errors import TryLater, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.paths import make_pass
-from shoal.swarm.protocol.types import Address, Blob
+from shoal.swarm.protocol.types import MAX_RELAYS, Address, Blob
 from shoal.swarm.transport.limits.origins import Origins
 from shoal.swarm.transport.paths.relay_paths import Forwarder, RelayPaths
 from shoal.swarm.transport.relay import server as relay_server
@@ -405,6 +405,28 @@ async def test_members_show_their_pass_to_reach_the_coordinator_again() -> None:
             paths.held_credentials = lambda held=held: held
             (await paths.call(keys.public, (relay.address,), "control", as_guest=True)).socket.close()
         assert callers == [b"guest", member.identity.public_key, b"guest"]
+        registering.cancel()
+
+
+@run
+async def test_the_coordinator_is_found_behind_the_last_of_many_relays() -> None:
+    """An invite names the relays of several coordinators; those of hosts that stand by know nobody."""
+    host, keys, member = Identity.generate(), CurveKeys.fresh(), Member()
+
+    async def take(relayed: RelayedSocket) -> None:
+        relayed.socket.close()
+
+    async with AsyncExitStack() as relays, swarm_of(member):
+        named = [await relays.enter_async_context(relay_of(host)) for _ in range(MAX_RELAYS + 1)]
+        addresses = tuple(one.address for one in named)
+        mine = RelayCredentials(host, keys, host.certify(keys))
+        registration = Registration(addresses[-1], lambda: mine, take)
+        registering = asyncio.create_task(registration.run())
+        await until(lambda: registration.is_registered)
+        paths = member.node.relays
+        with pytest.raises(Unreachable):
+            await paths.call(keys.public, addresses, "control", as_guest=True)
+        (await paths.call(keys.public, addresses, "control", as_guest=True)).socket.close()
         registering.cancel()
 
 
