@@ -281,11 +281,11 @@ def parse_duration(text: str, option: str = "--expires") -> int:
 
 def host_folder(run: str) -> Path:
     """Return the folder of a run that this machine hosts. Raises ``StateFileError``."""
-    from shoal.peer.cli.host import is_host_folder
+    from shoal.peer.cli.host import find_host_folder
 
-    for folder in (Path(run).expanduser(), SHOAL_HOME / "host" / run):
-        if is_host_folder(folder):
-            return folder
+    folder = find_host_folder(run)
+    if folder is not None:
+        return folder
     raise StateFileError(
         f"{run}: no run that this machine hosts: give its name, or its folder, such as {SHOAL_HOME / 'host' / 'RUN'}"
     )

@@ -48,7 +48,10 @@ class ExportFormat(StrEnum):
 def log_command(
     run: Annotated[
         str,
-        typer.Argument(envvar=INVITE_VARIABLE, help="An invite, or the folder of a host, a member or a checkpoint."),
+        typer.Argument(
+            envvar=INVITE_VARIABLE,
+            help="An invite, a hosted run's name, or the folder of a host, a member or a checkpoint.",
+        ),
     ],
     last: Annotated[int, typer.Option(min=0, help="Show only the newest rounds, so many; 0 shows all.")] = 0,
     round_number: Annotated[
@@ -108,7 +111,10 @@ def _check_invite(text: str) -> None:
 
 @app.command("page")
 def page_command(
-    run: Annotated[str, typer.Argument(envvar=INVITE_VARIABLE, help="An invite, or the folder of a host.")],
+    run: Annotated[
+        str,
+        typer.Argument(envvar=INVITE_VARIABLE, help="An invite, or the name or folder of a run that is hosted here."),
+    ],
     out: Annotated[str, typer.Option(metavar="DIR|URL", help="Folder for the files, or a URL, with fsspec.")],
 ) -> None:
     """Copy a run's page into files that need no server: for a web site, or to open from a disk."""

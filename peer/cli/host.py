@@ -39,7 +39,7 @@ from shoal.peer.directory.local_fit import shoal_version
 from shoal.peer.directory.places import Place
 from shoal.peer.event_schema import Event, make_event
 from shoal.peer.history.history_file import HistoryOrigin, pack_origin
-from shoal.peer.options import DEFAULT_PORT, StartFrom
+from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, StartFrom
 from shoal.peer.relay.host_relays import HostRelays
 from shoal.peer.relay.process import RELAY_IDENTITY_FILE, RelayProcess
 from shoal.swarm import durable
@@ -643,6 +643,12 @@ async def _publishing(service: CoordinatorService, invite: Invite, place: Place,
 def is_host_folder(folder: Path) -> bool:
     """Return whether a coordinator keeps a run in the folder, with its journal or the place of a shared one."""
     return (folder / JOURNAL).exists() or (folder / SHARED_JOURNAL).exists()
+
+
+def find_host_folder(run: str) -> Path | None:
+    """Return the folder of a run that this machine hosts, by that folder's path or the run's name; None without one."""
+    places = Path(run).expanduser(), SHOAL_HOME / "host" / run
+    return next((folder for folder in places if is_host_folder(folder)), None)
 
 
 def hosted_verdicts(folder: Path, *, has_stages: bool) -> tuple[int, tuple[Verdict, ...]]:

@@ -22,7 +22,7 @@ from rich.text import Text
 from shoal.peer.checkpoints.encryption import ENVELOPE, open_source
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.cli.host import ORIGIN_FILE, hosted_verdicts, is_host_folder
+from shoal.peer.cli.host import ORIGIN_FILE, find_host_folder, hosted_verdicts
 from shoal.peer.history.chain import ChainCheck
 from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin, UnpackedHistory, unpack_history
 from shoal.peer.regular_file import read_regular
@@ -45,8 +45,8 @@ from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.system import run_loop
 
 _EXPECTED = (
-    "give an invite, a host's folder (~/.shoal/host/RUN), a member's folder (~/.shoal/runs/RUN-HASH), a checkpoint, "
-    f"or a {HISTORY_FILE}"
+    "give an invite, the name or folder of a run that this machine hosts (~/.shoal/host/RUN), a member's folder "
+    f"(~/.shoal/runs/RUN-HASH), a checkpoint, or a {HISTORY_FILE}"
 )
 
 
@@ -77,8 +77,9 @@ def open_log(source: str, identity: Identity | None = None) -> Log:
         return _of_file(path)
     if any((path / name).exists() for name in (MANIFEST, ENVELOPE)):
         return _of_checkpoint(path, identity)
-    if is_host_folder(path):
-        return _of_host(path)
+    hosted = find_host_folder(source)
+    if hosted is not None:
+        return _of_host(hosted)
     found = sorted(path.glob(f"**/{HISTORY_FILE}"))
     if not found:
         raise StateFileError(f"{path}: no history of a run here; {_EXPECTED}")

@@ -565,12 +565,14 @@ def status_command(
 ) -> None:
     """Show a run: its round and loss, and each member's device, speed and share of the work.
 
-    Of a host's folder, ~/.shoal/host/RUN, what is in its journal, also when the run has ended and nobody answers."""
-    from shoal.swarm.protocol.invite import Invite
+    By the name or the folder of a run that this machine hosts, what is in its journal, also when the run has ended and
+    nobody answers."""
+    from shoal.swarm.protocol.invite import Invite, invite_text, is_run_name
 
     if watch and as_json:
         raise UserError("--watch shows a run to people: give --json alone, as often as you like")
-    read = Invite.read(invite) if not Path(invite).is_dir() else None
+    text = invite_text(invite)
+    read = None if Path(text).is_dir() or is_run_name(text) else Invite.parse(text)
     if read is None and watch:
         raise UserError("--watch follows a run that is hosted: give its invite")
     if watch and read is not None:
@@ -588,7 +590,7 @@ def status_command(
     else:
         from shoal.peer.cli.page_copy import kept_status
 
-        _, status = kept_status(Path(invite))
+        _, _, status = kept_status(text)
     if as_json:
         console.print_json(data=status_json(status))
     else:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.peer.cli.host import RUN_FILE, hosted_status, hosted_verdicts, is_host_folder
+from shoal.peer.cli.host import RUN_FILE, find_host_folder, hosted_status, hosted_verdicts
 from shoal.peer.directory.card_writer import write_files
 from shoal.peer.directory.places import Place
 from shoal.swarm.client.observer import observe
@@ -36,7 +36,7 @@ def copy_page(source: str, out: str) -> str:
     if Place(out).scheme in ("http", "https"):
         raise UserError(f"--out {out}: nothing can be written over http: name a folder of the web server")
     text = invite_text(source)
-    seen = run_loop(_ask(Invite.parse(text))) if text.startswith("shoal://") else _read(Path(text))
+    seen = run_loop(_ask(Invite.parse(text))) if text.startswith("shoal://") else _read(text)
     copy = PageCopy()
     copy.take(seen.verdicts, seen.timings)
     write_files(Place(out), copy.files(seen.run, seen.status, time.time()))
@@ -52,19 +52,21 @@ class _SeenRun(NamedTuple):
     timings: Sequence[RoundTiming] = ()
 
 
-def _read(folder: Path) -> _SeenRun:
-    """Read a host's folder, which its host may be using."""
-    run, status = kept_status(folder)
+def _read(name: str) -> _SeenRun:
+    """Read a run that this machine hosts, also while it does."""
+    folder, run, status = kept_status(name)
     _, verdicts = hosted_verdicts(folder, has_stages=run.pipeline is not None)
     return _SeenRun(run, status, verdicts)
 
 
-def kept_status(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus]:
-    """Read a run and its status in a host's folder, which its host may be using. Raises ``StateFileError``, and as
-    ``hosted_status``."""
-    if not is_host_folder(folder):
+def kept_status(name: str) -> tuple[Path, RunFile, CoordinatorToPeerStatus]:
+    """Read a run's folder, its file and its status, where this machine hosts it; the host may be using the folder.
+
+    Raises ``StateFileError``, and as ``hosted_status``."""
+    folder = find_host_folder(name)
+    if folder is None:
         raise StateFileError(
-            f"{folder}: no host keeps a run here; give an invite or a host's folder, ~/.shoal/host/RUN"
+            f"{name}: no run that this machine hosts; give an invite, its name, or its folder, ~/.shoal/host/RUN"
         )
     _, run = load_run_file(folder / RUN_FILE)
     status = hosted_status(folder, run)
@@ -72,7 +74,7 @@ def kept_status(folder: Path) -> tuple[RunFile, CoordinatorToPeerStatus]:
     members = tuple(
         one.model_copy(update={"alive": False, "activity": "", "tokens_per_s": 0.0}) for one in status.members
     )
-    return run, status.model_copy(update={"members": members, "outlook": ""})
+    return folder, run, status.model_copy(update={"members": members, "outlook": ""})
 
 
 async def _ask(invite: Invite) -> _SeenRun:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.cli import host as hosting
 from shoal.peer.cli.host import ORIGIN_FILE
 from shoal.peer.cli.log import open_log, show_log
 from shoal.peer.cli.main import app
@@ -112,6 +113,16 @@ def test_a_hosts_folder_while_it_is_written_to(tmp_path: Path) -> None:
     (tmp_path / ORIGIN_FILE).unlink()
     with pytest.raises(StateFileError, match=ORIGIN_FILE):
         open_log(str(tmp_path))
+
+
+def test_a_hosted_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "SHOAL_HOME", tmp_path)
+    folder = tmp_path / "host" / "reef"
+    journal = leased(folder, RUN.hash, RUN_TOML)
+    (folder / ORIGIN_FILE).write_bytes(pack_origin(ORIGIN))
+    journal.append(journal.next_index, [VerdictGiven(verdict=CHAIN[0], elapsed_s=1.0, lost=())])
+    journal.close()
+    assert open_log("reef").verdicts == CHAIN[:1]
 
 
 def test_the_history_of_another_run_is_a_broken_one(tmp_path: Path) -> None:

@@ -54,8 +54,10 @@ def test_a_copy_has_all_files_and_all_rounds(folder: Path, tmp_path: Path) -> No
     assert told["status"]["waits_for"] == ""  # type: ignore[index]
 
 
-def test_the_status_of_a_run_can_be_had_from_its_folder(folder: Path) -> None:
-    shown = CliRunner().invoke(app, ["status", str(folder), "--json"])
+@pytest.mark.parametrize("by", ["name", "folder"])
+def test_the_status_of_a_run_can_be_had_from_its_folder(by: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "SHOAL_HOME", folder.parent.parent)
+    shown = CliRunner().invoke(app, ["status", str(folder) if by == "folder" else "test", "--json"])
     assert shown.exit_code == 0, shown.output
     told = json.loads(shown.stdout)
     assert told["run"] == RUN.run.name
@@ -64,7 +66,7 @@ def test_the_status_of_a_run_can_be_had_from_its_folder(folder: Path) -> None:
 
 
 def test_what_is_no_hosts_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StateFileError, match="no host keeps a run here"):
+    with pytest.raises(StateFileError, match="no run that this machine hosts"):
         copy_page(str(tmp_path), str(tmp_path / "page"))
     assert not (tmp_path / "page").exists()
 
