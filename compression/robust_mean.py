@@ -146,11 +146,13 @@ def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms
     return mean
 
 
-def trimmed_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms: Sequence[float] = ()) -> Tensor:
+def trimmed_mean(
+    values: Sequence[Tensor], weights: Sequence[float], usual_norms: Sequence[float] = (), share: float = TRIMMED_SHARE
+) -> Tensor:
     """Return the trimmed mean of vectors, ``(n,) float32`` each: of each value, the mean of what is left without the
-    smallest and the largest, ``TRIMMED_SHARE`` of the weight each. Who is on the edge counts in part."""
+    smallest and the largest, ``share`` of the weight each. Who is on the edge counts in part."""
     mean, total = torch.empty_like(values[0]), math.fsum(weights)
-    low, high = TRIMMED_SHARE * total, (1.0 - TRIMMED_SHARE) * total
+    low, high = share * total, (1.0 - share) * total
     of_member = torch.tensor(weights, dtype=torch.float64)
     for start in range(0, mean.numel(), _TILE):
         tile = slice(start, start + _TILE)
@@ -165,6 +167,21 @@ def trimmed_mean(values: Sequence[Tensor], weights: Sequence[float], usual_norms
         assert kept is not None
         mean[tile] = kept.div_(high - low)
     return mean
+
+
+def mean_of_groups(means: Sequence[Tensor]) -> Tensor:
+    """Return the robust mean of the means of three groups or more, ``(n,) float32`` each, which are overwritten.
+
+    No group's norm is more than ``RADIUS`` times the lower median of all, and of each value the smallest and the
+    largest are left out, a quarter of the groups but one at least. Groups count alike, whatever weight their members
+    claim. In the manner of SHARE (Velicheti et al. 2021, arXiv:2110.02940): sums within groups, trimmed among them."""
+    assert len(means) >= 3
+    norms = [norms_of(one[None])[0] for one in means]
+    most, counts = RADIUS * _lower_median(norms, [1.0] * len(norms)), [1.0] * len(means)
+    for one, norm in zip(means, norms, strict=True):
+        if norm > most:
+            one.mul_(rounded_weight(most / norm))
+    return trimmed_mean(means, counts, share=max(TRIMMED_SHARE, 1.0 / len(means)))
 
 
 def norms_of(values: Tensor) -> list[float]:

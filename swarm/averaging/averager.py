@@ -285,7 +285,7 @@ class Averager:
         their memory, depends on it."""
         run = self._client.run_file
         if run.averaging.secure or plan.secure is not None:
-            return run.averaging.fits_secure(plan.secure)
+            return run.averaging.fits_secure(plan.secure, plan.mean)
         if run.collective is None:
             return plan.mean != "gather"
         return plan.mean == "gather" and len(plan.members) <= run.collective.members

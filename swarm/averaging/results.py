@@ -24,6 +24,7 @@ from shoal.swarm.averaging.merkle import MerkleTree
 from shoal.swarm.averaging.norm_bounds import NormBounds, secure_mean_bound
 from shoal.swarm.errors import AboveBound, BlobUnavailable, WireError
 from shoal.swarm.protocol.rounds import Part, RoundPlan, Verdict, leaf_elements
+from shoal.swarm.protocol.secure import fewest_groups
 from shoal.swarm.protocol.types import Blob
 from shoal.swarm.transport.node import Endpoint
 
@@ -283,7 +284,10 @@ class ResultStore(ChunkStore):
         """Raise ``AboveBound`` for a secure mean of others than the groups whose sums were signed for."""
         part = next(part for part in self.plan.parts if chunk in self.chunks_of(part))
         sums = self.signed_sums.get(part.start)
-        if sums is not None and included != {one for each in sums if each <= included for one in each}:
+        if sums is None:
+            return
+        whole = [each for each in sums if each <= included]
+        if included != set().union(*whole) or len(whole) < fewest_groups(is_trimmed=self.plan.mean == "trimmed"):
             raise AboveBound(f"its mean of chunk {chunk} is not one of the members that were signed for")
 
     def adopt(self, chunks: Sequence[memoryview | None]) -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.fixed_point import FixedPoint, mean_of, moves_of, next_exponents, packed_codes
 from shoal.compression.formats import CodecError
+from shoal.compression.robust_mean import mean_of_groups
 from shoal.compression.weighted_mean import EncodingLoss
 from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.allreduce import ExchangeResult
@@ -36,7 +37,7 @@ from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, BlobUnavailable, SecureRefused, ShoalError, StorageError
 from shoal.swarm.protocol.messages import CoordinatorToPeerSecureBoard, PeerToCoordinatorSecureStep
 from shoal.swarm.protocol.rounds import Part, RoundPlan
-from shoal.swarm.protocol.secure import Arrival, SecurePlan, SecureStage, UnopenedSecret
+from shoal.swarm.protocol.secure import Arrival, SecurePlan, SecureStage, UnopenedSecret, fewest_groups
 from shoal.swarm.protocol.statements import ChunkRanges, PlanSigner
 from shoal.swarm.protocol.types import Blob, Delivery
 from shoal.swarm.secure.groups import MaskingGroup, lane_bits
@@ -155,6 +156,8 @@ class SecureExchange:
         """Masked chunks that have arrived here."""
         self.made_chunks: dict[int, ReducedChunk] = {}
         self._plan: RoundPlan = store.plan
+        self._is_trimmed = store.plan.mean == "trimmed"
+        self._fewest = fewest_groups(is_trimmed=self._is_trimmed)
         self._endpoint = endpoint
         self._board = board
         self._layout = LaneLayout(store)
@@ -199,7 +202,8 @@ class SecureExchange:
         for part, included in zip(self._plan.parts, self.member.sets, strict=False):
             if self.store.has(part) and part.owner != self.me:
                 means = [set(self.store.header(chunk).included) for chunk in self.store.chunks_of(part)]
-                if not set(included) <= set.intersection(*means).union(closed):
+                opened = [mine for mine in self._sums_of(included) if mine.isdisjoint(closed)]
+                if len(opened) >= self._fewest and not set().union(*opened) <= set.intersection(*means):
                     withheld.add(part.owner)
         return withheld
 
@@ -241,11 +245,15 @@ class SecureExchange:
                 return
             self._stage = board.stage
             for part, included in zip(self._plan.parts, self.member.sets, strict=False):
-                sums = [set(group.among(included)) for group in self.member.groups]
-                self.store.signed_sums[part.start] = sums
+                self.store.signed_sums[part.start] = self._sums_of(included)
             for one in board.revealed:
                 self._revealed.setdefault(one.part, {})[one.member] = one.shares
             self._changes.announce()
+
+    def _sums_of(self, included: Sequence[int]) -> list[set[int]]:
+        """Return the members of each sum that a part's set has."""
+        sums = [set(group.among(included)) for group in self.member.groups]
+        return [one for one in sums if one]
 
     def _refuse(self) -> None:
         """Go on as somebody who only waits for the others' means."""
@@ -360,7 +368,7 @@ class SecureExchange:
                     waiting.remove(group)
             if waiting and not await self._more_shares(due_s):
                 break
-        return opened
+        return {group: opened[group] for group in self.member.groups if group in opened}
 
     async def _more_shares(self, due_s: float) -> bool:
         """Return once more shares may have been revealed, or False when it is time to do without."""
@@ -456,24 +464,36 @@ class SecureExchange:
         return mine, lanes
 
     def _make(self, index: int, opened: dict[MaskingGroup, tuple[list[int], Lanes]]) -> None:
-        """Make a part's mean from the groups' sums, encoded once."""
-        layout, store = self._layout, self.store
+        """Make a part's mean from the groups' sums, encoded once.
+
+        Where these are compared with each other and too few could be opened, the mean is empty, as without any."""
+        layout, store, is_trimmed = self._layout, self.store, self._is_trimmed
         included = sorted(member for members, _ in opened.values() for member in members)
         chunks = store.chunks_of(self._plan.parts[index])
-        if not included:
+        if len(opened) < self._fewest:
             nothing = ReducedChunk(memoryview(store.group.pack_header(ChunkHeader())), [], None)
             self.made_chunks.update(dict.fromkeys(chunks, nothing))
             return
         weight = store.group.weight(included)
         for chunk, place in zip(chunks, layout.places(chunks), strict=True):
             start, stop = store.bounds(chunk)
-            total = np.zeros(stop - start)
-            for group, (_, lanes) in opened.items():
-                shift = 16 - lane_bits(len(group.members), layout.secure.bits)
-                signed = (lanes[place] << np.uint16(shift)).view("<i2") >> np.int16(shift)
-                total += signed[: stop - start] * np.float64(self._heaviest(group))
-            mean = mean_of(total, layout.secure.block, layout.scales[layout.blocks(start, stop)], 1 / weight)
+            block, scales = layout.secure.block, layout.scales[layout.blocks(start, stop)]
+            means, total = [], np.zeros(stop - start)
+            for group, (members, lanes) in opened.items():
+                one = self._weighted(group, lanes[place][: stop - start])
+                if is_trimmed:
+                    means.append(mean_of(one, block, scales, 1 / store.group.weight(members)))
+                else:
+                    total += one
+            mean = mean_of_groups(means) if is_trimmed else mean_of(total, block, scales, 1 / weight)
             self.made_chunks[chunk] = self._encoded(chunk, mean, ChunkHeader(included))
+
+    def _weighted(self, group: MaskingGroup, lanes: Lanes) -> NDArray[np.float64]:
+        """Return the sums of a group's codes, times weights."""
+        shift = 16 - lane_bits(len(group.members), self._layout.secure.bits)
+        signed = (lanes << np.uint16(shift)).view("<i2") >> np.int16(shift)
+        sums: NDArray[np.float64] = signed * np.float64(self._heaviest(group))
+        return sums
 
     def _encoded(self, chunk: int, mean: torch.Tensor, header: ChunkHeader) -> ReducedChunk:
         store, group, codec = self.store, self.store.group, self.store.codec(chunk)
@@ -485,7 +505,8 @@ class SecureExchange:
             codec.encode_residual(mean, left, left.view(-1), packed)
         except CodecError:  # a sum that does not fit into float32
             return ReducedChunk(memoryview(group.pack_header(ChunkHeader())), [], None)
-        return ReducedChunk(result, header.included, EncodingLoss.of(left))
+        loss = EncodingLoss.of(left) if not self._is_trimmed else None  # it would come in one group, trimmed
+        return ReducedChunk(result, header.included, loss)
 
     # Gathering
 

@@ -76,12 +76,13 @@ def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], membe
     level = level_of(carrying, members, power)
     rho = next_rho(past, level)
     robust = run.averaging.robust
-    if robust != "none" and power > 0:
+    is_bounded = robust != "none" and not run.averaging.secure  # masked contributions have no norms
+    if is_bounded and power > 0:
         usual = usual_norm(carrying, rho, level)
         useless = {one.peer for one in carrying if is_unusual(one, usual, power)}
         uncounted = uncounted_tokens(members, {one.peer: one.weight_tokens for one in carrying}, useless)
         carrying = [one.model_copy(update={"uncounted": uncounted.get(one.peer, 0)}) for one in carrying]
-    if robust != "none":
+    if is_bounded:
         factors = factors_of(carrying, rho, level, power)
         carrying = [one.model_copy(update={"factor": factor}) for one, factor in zip(carrying, factors, strict=True)]
     if robust == "clip":

@@ -121,10 +121,10 @@ def draw_secure(
     working = sorted(peer for peer, one in ready.items() if one.weight_tokens)
     if decisive := [ready[peer].weight_tokens for peer in working if peer in credited]:
         # All weights are cut to some times the lightest one, so the light ones bring more of their work later.
-        heaviest = sorted((ready[peer].weight_tokens for peer in working), reverse=True)[:FEWEST_MEMBERS]
+        heaviest = sorted((ready[peer].weight_tokens for peer in working), reverse=True)[: averaging.fewest_members]
         least = min(-(-median_high(decisive) // 2), heaviest[-1])
         working = [peer for peer in working if ready[peer].weight_tokens >= least]
-    scales, working = _agreeing({peer: ready[peer].scales for peer in working}, credited, averaging.code_bits, blocks)
+    scales, working = _agreeing({peer: ready[peer].scales for peer in working}, credited, averaging, blocks)
     known = [peer for peer in working if peer in credited]
     others = [peer for peer in working if peer not in credited]
     draw = random.Random(seed)
@@ -137,7 +137,9 @@ def draw_secure(
     return {peer: ready[peer] for peer in members}, scales
 
 
-def _agreeing(told: Mapping[str, bytes], credited: Collection[str], bits: int, blocks: int) -> tuple[bytes, list[str]]:
+def _agreeing(
+    told: Mapping[str, bytes], credited: Collection[str], averaging: AveragingSection, blocks: int
+) -> tuple[bytes, list[str]]:
     """Return the scales of a secure round, and the members that it can have with them.
 
     Those that have no scales believe in what more than a third of a round's members have (``secure/member.py``), or in
@@ -146,14 +148,14 @@ def _agreeing(told: Mapping[str, bytes], credited: Collection[str], bits: int, b
     for peer, scales in sorted(told.items()):
         holders.setdefault(scales if len(scales) == blocks else b"", []).append(peer)
     empty = sorted(holders.pop(b"", []), key=lambda peer: peer not in credited)
-    first = first_scales(bits, blocks)
+    first = first_scales(averaging.code_bits, blocks)
     choices = [(scales, [*mine, *empty[: 2 * len(mine) - 1]]) for scales, mine in sorted(holders.items())]
     choices.append((first, [*holders.get(first, []), *empty]))
 
     def worth(choice: tuple[bytes, list[str]]) -> tuple[bool, int, int, bool]:
         scales, members = choice
         weight = sum(peer in credited for peer in members)
-        return len(members) >= FEWEST_MEMBERS, weight, len(members), scales in holders
+        return len(members) >= averaging.fewest_members, weight, len(members), scales in holders
 
     scales, members = max(choices, key=worth)
     return scales, sorted(members)

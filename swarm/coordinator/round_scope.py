@@ -117,7 +117,7 @@ from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK, PinnedLayer
 from shoal.swarm.protocol.progress import RunProgress, progress_of
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, StateAgreement, Verdict, VerdictOnPlan, scale_block
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.secure import FEWEST_MEMBERS, MOST_MEMBERS
+from shoal.swarm.protocol.secure import MOST_MEMBERS
 from shoal.swarm.protocol.statements import PlanStatement, RoundName
 from shoal.swarm.protocol.statements import plan_digest as digest_of_plan
 from shoal.swarm.protocol.types import MAX_RATE, DivergenceWord, TensorSpec
@@ -1339,7 +1339,8 @@ class RoundScope:
     @property
     def lacks_company(self) -> bool:
         """Whether fewer members have work than a secure round needs."""
-        return self.run.averaging.secure and sum(one.tokens > 0 for one in self.works()) < FEWEST_MEMBERS
+        averaging = self.run.averaging
+        return averaging.secure and sum(one.tokens > 0 for one in self.works()) < averaging.fewest_members
 
     def close(self, moment_s: float) -> None:
         """Announce the closing moment and the expected plan."""
@@ -1471,8 +1472,9 @@ class RoundScope:
 
     def has_too_few(self, proposal: ev.RoundPlanned | None) -> bool:
         """Whether a plan has fewer members than a secure round needs."""
-        few = proposal is not None and len(proposal.plan.members) < FEWEST_MEMBERS
-        return self.run.averaging.secure and few
+        averaging = self.run.averaging
+        few = proposal is not None and len(proposal.plan.members) < averaging.fewest_members
+        return averaging.secure and few
 
     def begin_averaging(self, proposal: ev.RoundPlanned) -> None:
         """Announce the plan, and note the members that were waited for in vain."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shoal.swarm.protocol.secure import FEWEST_MEMBERS, MAX_SCALES, MOST_MEMBERS, SecurePlan, excess_weights
+from shoal.swarm.protocol.secure import MAX_SCALES, MOST_MEMBERS, SecurePlan, excess_weights, fewest_members
 from shoal.swarm.protocol.types import (
     MAX_CHUNK_ELEMENTS,
     MAX_DETOURS,
@@ -123,10 +123,10 @@ class RoundPlan(Record):
     usual norm of a contribution of one token, by which all contributions are bounded; 0 while no member has claimed a
     norm. ``columns``: none in a flat group; in a grid, of each column its row reducer in every row: the member of that
     row that sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a
-    column. ``mean``: how contributions, and in a grid the rows, are combined (``averaging.robust``); ``gather``: a flat
-    group's contributions are not averaged but put one after the other (``[collective]``). ``secure``: how contributions
-    are masked, in a flat group without stand-ins; the members' roots then commit to random numbers
-    (``swarm/secure``)."""
+    column. ``mean``: how contributions, in a grid the rows, and in a secure round the masking groups are combined
+    (``averaging.robust``); ``gather``: a flat group's contributions are not averaged but put one after the other
+    (``[collective]``). ``secure``: how contributions are masked, in a flat group without stand-ins; the members' roots
+    then commit to random numbers (``swarm/secure``)."""
 
     round: Count
     anchor_version: Count
@@ -166,8 +166,11 @@ class RoundPlan(Record):
         return self
 
     def _check_secure(self, secure: SecurePlan) -> None:
-        if not FEWEST_MEMBERS <= len(self.members) <= MOST_MEMBERS or self.columns or self.mean != "weighted":
-            raise ValueError(f"a secure round is one of a flat group of {FEWEST_MEMBERS} to {MOST_MEMBERS} members")
+        fewest = fewest_members(secure.group, is_trimmed=self.mean == "trimmed")
+        if not fewest <= len(self.members) <= MOST_MEMBERS or self.columns:
+            raise ValueError(f"such a secure round is one of a flat group of {fewest} to {MOST_MEMBERS} members")
+        if self.mean not in ("weighted", "trimmed"):
+            raise ValueError("the groups of a secure round have a weighted or a trimmed mean")
         if any(part.stand_ins for part in self.parts) or any(one.norms or one.factor != 1 for one in self.members):
             raise ValueError("a secure round has no stand-ins, claims and factors")
         weights = excess_weights([one.weight_tokens for one in self.members])

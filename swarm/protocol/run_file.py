@@ -39,7 +39,7 @@ from shoal.swarm.protocol.pins import PackageVersion, PinsSection
 from shoal.swarm.protocol.rounds import leaf_elements
 from shoal.swarm.protocol.run_sources import check_folder_url, check_source, check_url, shards_url
 from shoal.swarm.protocol.run_toml import parse_run_toml, read_run_toml
-from shoal.swarm.protocol.secure import FEWEST_MEMBERS, SecurePlan
+from shoal.swarm.protocol.secure import FEWEST_GROUPS, FEWEST_MEMBERS, SecurePlan, fewest_members
 from shoal.swarm.protocol.start_section import Sha256, StartSection
 from shoal.swarm.protocol.types import MAX_MEMBERS, Price, Record
 
@@ -453,7 +453,8 @@ class AveragingSection(Record):
                 "`norm` limits how far one member may move a round's mean, to 1.5 times what is usual for its work (of "
                 "gradients: four times). `clip` (centered clipping) and `trimmed` (without the lowest and the highest "
                 "quarter of the weight, value by value) also withstand several who act together; not with `topk`, and "
-                "`group_size` is up to 128. `none`: no limit. Which one when: "
+                "`group_size` is up to 128. `none`: no limit. With `secure = true`, `trimmed` is about the sums of "
+                "masking groups and `none` the only other one. Which one when: "
                 "[security.md](security.md#means-that-attackers-cannot-move)"
             )
         ),
@@ -464,8 +465,9 @@ class AveragingSection(Record):
             description=(
                 "contributions are masked, so that nobody, part owners and host included, is sent more of them than "
                 "the sum of a group; what it hides, and what not: [security.md](security.md#secure-averaging). Needs "
-                "four members in each round, "
-                '`algorithm = "diloco"`, `codec = "int8"` or `"int4"`, and `robust = "none"`'
+                '`algorithm = "diloco"`, `codec = "int8"` or `"int4"`, and in each round four members with '
+                '`robust = "none"`, or three groups of `secure_group` with `"trimmed"`. All members send to all '
+                "owners, up to 128, so `group_size` is left out"
             )
         ),
     ] = False
@@ -505,11 +507,18 @@ class AveragingSection(Record):
         """Bits of a code under secure averaging."""
         return 4 if self.codec == "int4" else 8
 
-    def fits_secure(self, planned: SecurePlan | None) -> bool:
-        """Whether a plan masks contributions as this section says; its other fields follow (``RoundPlan``)."""
+    @property
+    def fewest_members(self) -> int:
+        """The fewest members of a round under secure averaging."""
+        return fewest_members(self.secure_group, is_trimmed=self.robust == "trimmed")
+
+    def fits_secure(self, planned: SecurePlan | None, mean: str) -> bool:
+        """Whether a plan masks contributions as this section says, and combines them by this ``mean``; its other fields
+        follow (``RoundPlan``)."""
         if planned is None or not self.secure:
             return planned is None and not self.secure
-        return (planned.bits, planned.group) == (self.code_bits, self.secure_group)
+        wanted = "trimmed" if self.robust == "trimmed" else "weighted"
+        return (planned.bits, planned.group, mean) == (self.code_bits, self.secure_group, wanted)
 
     @model_validator(mode="after")
     def _secure(self) -> AveragingSection:
@@ -520,18 +529,24 @@ class AveragingSection(Record):
                 f'secure = true adds up codes in units that all members share: codec = "int8" or "int4", not '
                 f"{self.codec!r}. What top-k keeps differs from member to member, and other codecs have no such units"
             )
-        if self.robust != "none":
+        if self.robust not in ("none", "trimmed"):
             raise ValueError(
-                f'secure = true hides each single contribution, so none can be bounded or compared: robust = "none", '
-                f"not {self.robust!r}"
+                "secure = true hides each single contribution, so none can be bounded or compared: robust is "
+                f'"trimmed", which compares the sums of {FEWEST_GROUPS} groups or more, or "none", not {self.robust!r}'
             )
         if self.overlap:
             raise ValueError(
                 "secure = true cannot be had with overlap = true: a contribution whose sum may be known must not be in "
                 "the next one again"
             )
-        if self.group_size < FEWEST_MEMBERS:
-            raise ValueError(f"secure = true needs groups of at least {FEWEST_MEMBERS} members: raise group_size")
+        if (
+            "group_size" in self.model_fields_set
+            and self.group_size != AveragingSection.model_fields["group_size"].default
+        ):
+            raise ValueError(
+                "secure = true has no use for group_size, as all members send to all owners: leave it out, or set "
+                "secure_group"
+            )
         return self
 
     @model_validator(mode="after")

@@ -26,6 +26,9 @@ MOST_WEIGHT = 2
 """Most weight of a member in a mean, in weights of the lightest one. Codes are multiplied by weights: beside a member
 of many times their weight all others would be rounded to zero, and the sum be that member's contribution."""
 
+FEWEST_GROUPS = 3
+"""Fewest groups whose means are trimmed: without the smallest and the largest of three, one is left."""
+
 MAX_SCALES = 2**14
 
 SHARE_DIGEST_BYTES = 16
@@ -170,6 +173,21 @@ def commitment(nonce: bytes, scales: bytes) -> bytes:
 def first_scales(bits: int, blocks: int) -> bytes:
     """Return the scales of a run's first round, which nothing is known of yet."""
     return FIRST_EXPONENT[bits].to_bytes(1, "big", signed=True) * blocks
+
+
+def group_count(members: int, size: int) -> int:
+    """Return the number of masking groups that so many members make up, of ``size`` or more each."""
+    return max(1, members // size)
+
+
+def fewest_groups(*, is_trimmed: bool) -> int:
+    """Return the fewest groups that a mean may be of. ``is_trimmed``: whether they are compared with each other."""
+    return FEWEST_GROUPS if is_trimmed else 1
+
+
+def fewest_members(size: int, *, is_trimmed: bool) -> int:
+    """Return the fewest members of a round. ``is_trimmed``: whether groups' means are compared with each other."""
+    return FEWEST_GROUPS * size if is_trimmed else FEWEST_MEMBERS
 
 
 def excess_weights(weights: Sequence[int]) -> list[int]:

@@ -24,6 +24,7 @@ from shoal.swarm.protocol.secure import (
     SetsStatement,
     UnopenedSecret,
     commitment,
+    fewest_groups,
 )
 from shoal.swarm.protocol.statements import PlanStatement, has_signed
 from shoal.swarm.secure.groups import MaskingGroup, draw_groups
@@ -53,6 +54,7 @@ class SecureBoard:
         self._plan = plan
         self._about = about
         self._patience_s = patience_s
+        self._fewest_groups = fewest_groups(is_trimmed=plan.mean == "trimmed")
         self._index = {member.peer: index for index, member in enumerate(plan.members)}
         self._keys: dict[int, SecureKeys] = {}
         self._groups: list[MaskingGroup] = []
@@ -265,25 +267,23 @@ class SecureBoard:
         return None
 
     def _fix_senders(self, now_s: float) -> SecureFailure | None:
-        senders: list[int] = []
-        for group in self._groups:
-            delivered = group.among(list(self._sealed))
-            senders += delivered if len(delivered) >= group.threshold else []
+        senders = self._of_enough_groups(self._sealed)
         if not senders:
             return SecureFailure("too few members have delivered their shares")
-        self.senders = tuple(sorted(senders))
+        self.senders = senders
         self._begin(SecureStage.MASKS, now_s)
         return None
+
+    def _of_enough_groups(self, members: Collection[int]) -> tuple[int, ...]:
+        """Return those of these members of whose group there are enough; nobody if too few groups are left for the
+        plan's kind of mean."""
+        groups = [mine for group in self._groups if len(mine := group.among(list(members))) >= group.threshold]
+        return tuple(sorted(one for mine in groups for one in mine)) if len(groups) >= self._fewest_groups else ()
 
     def _fix_sets(self, now_s: float) -> SecureFailure | None:
         sets = []
         for part in range(len(self._plan.parts)):
-            arrived = set(self._arrived.get(part, ())) & set(self.senders)
-            included: list[int] = []
-            for group in self._groups:
-                mine = group.among(list(arrived))
-                included += mine if len(mine) >= group.threshold else []
-            sets.append(tuple(sorted(included)))
+            sets.append(self._of_enough_groups(set(self._arrived.get(part, ())) & set(self.senders)))
         if not any(sets):
             return SecureFailure("too few masked contributions have arrived for any part")
         self.sets = tuple(sets)

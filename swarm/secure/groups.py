@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.swarm.protocol.secure import FEWEST_MEMBERS
+from shoal.swarm.protocol.secure import FEWEST_MEMBERS, group_count
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def draw_groups(nonces: Sequence[bytes], plan: bytes, size: int) -> list[Masking
     assert len(nonces) >= FEWEST_MEMBERS
     seed = hashlib.sha256(b"shoal secure groups, version 1\0" + plan + b"".join(nonces)).digest()
     order = sorted(range(len(nonces)), key=lambda member: hashlib.sha256(seed + member.to_bytes(4, "big")).digest())
-    count = max(1, len(order) // size)
+    count = group_count(len(order), size)
     return [MaskingGroup(tuple(sorted(order[first::count]))) for first in range(count)]
 
 

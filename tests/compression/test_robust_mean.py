@@ -16,6 +16,7 @@ from shoal.compression.robust_mean import (
     Method,
     RobustMean,
     clipped_mean,
+    mean_of_groups,
     norms_of,
     sorted_keys,
     trimmed_mean,
@@ -70,6 +71,30 @@ def test_less_than_a_quarter_of_the_weight_cannot_move_a_trimmed_mean_out_of_the
     found = float(trimmed_mean(values, weights))
     low, high = min(value for value, _ in honest), max(value for value, _ in honest)
     assert low - 1e-4 <= found <= high + 1e-4
+
+
+@pytest.mark.parametrize(("groups", "attacked"), [(3, 1), (4, 1), (8, 2)])
+def test_a_minority_of_groups_cannot_move_their_mean_out_of_the_values_of_the_others(
+    groups: int, attacked: int
+) -> None:
+    """With values far above the others' norm as well as within it. These may be shortened, as far as norms differ."""
+    honest = [drawn(one) for one in range(groups - attacked)]
+    low, high = torch.stack(honest).amin(0), torch.stack(honest).amax(0)
+    for lie in (torch.full((N,), 1e30), torch.full((N,), 1.1), -honest[0], torch.zeros(N)):
+        found = mean_of_groups([*(one.clone() for one in honest), *(lie.clone() for _ in range(attacked))])
+        assert ((low - 1e-5 <= found) & (found <= high + 1e-5)).all()
+
+
+def test_more_attacked_groups_move_their_mean_by_the_usual_norm_alone() -> None:
+    """Three of seven bring the same direction: more than are trimmed."""
+    honest = [drawn(one) for one in range(4)]
+    found = mean_of_groups([*(one.clone() for one in honest), *(torch.full((N,), 1e6) for _ in range(3))])
+    assert float(found.norm()) < 1.6 * max(norms_of(torch.stack(honest)))
+
+
+def test_the_mean_of_equal_groups_is_theirs() -> None:
+    values = drawn(1)
+    assert mean_of_groups([values.clone() for _ in range(3)]).tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -24,7 +24,13 @@ Change = Callable[[CoordinatorToPeerSecureBoard], CoordinatorToPeerSecureBoard]
 
 
 def secure_plan(
-    identities: Sequence[object], nonces: Sequence[bytes], parts: int, scales: bytes = b"", holders: int = 0
+    identities: Sequence[object],
+    nonces: Sequence[bytes],
+    parts: int,
+    scales: bytes = b"",
+    holders: int = 0,
+    group: int = 8,
+    mean: str = "weighted",
 ) -> RoundPlan:
     """Return a plan of equal members, with these scales, which the first ``holders`` have, or a run's first ones, in
     which the first members own a part each."""
@@ -47,7 +53,8 @@ def secure_plan(
         chunk_elements=step,
         members=members,
         parts=tuple(Part(owner=one, start=one * step, stop=(one + 1) * step) for one in range(parts)),
-        secure=SecurePlan(bits=8, group=8, block=step, scales=of_plan),
+        mean=mean,  # type: ignore[arg-type]
+        secure=SecurePlan(bits=8, group=group, block=step, scales=of_plan),
     )
 
 
@@ -59,6 +66,8 @@ class Scene:
 
     n: int = 5
     parts: int = 2
+    group: int = 8
+    mean: str = "weighted"
     silent: dict[int, int] = field(default_factory=dict)
     lies: dict[int, Change] = field(default_factory=dict)
     records: dict[int, RevealRecord] = field(default_factory=dict)
@@ -72,7 +81,9 @@ class Scene:
     def __post_init__(self) -> None:
         self.identities = sorted((identity(one + 1) for one in range(self.n)), key=lambda one: one.peer_id)
         self.nonces = [fresh_nonce() for _ in range(self.n)]
-        self.plan = secure_plan(self.identities, self.nonces, self.parts, self.scales, self.holders)
+        self.plan = secure_plan(
+            self.identities, self.nonces, self.parts, self.scales, self.holders, self.group, self.mean
+        )
         self.about = PlanStatement(RoundName(b"r" * 32, None, self.plan.round), plan_digest(self.plan))
         self.board = SecureBoard(self.plan, self.about, PATIENCE_S, 0.0)
         self.members = [

@@ -373,20 +373,19 @@ def test_the_hash_of_this_release() -> None:
             'algorithm = "sparseloco"\naveraging.secure = true\naveraging.robust = "none"',
             r".*secure = true adds up codes.*top-k",
         ),
-        ("", "averaging.secure = true", r'.*robust = "none", not .norm.'),
+        ("", "averaging.secure = true", r'.*"trimmed", which compares the sums of 3 groups or more, .*not .norm.'),
         *(
             ("", f'averaging.secure = true\naveraging.robust = "none"\n{line}', expected)
             for line, expected in [
                 ('averaging.codec = "topk"', r".*not .topk.\. What top-k keeps"),
                 ("averaging.overlap = true", r".*secure = true cannot be had with overlap = true"),
-                ("averaging.group_size = 3", r".*at least 4 members"),
+                ("averaging.group_size = 16", r".*no use for group_size.*secure_group"),
                 ("averaging.secure_group = 3", r".*greater than or equal to 4"),
                 ('algorithm = "virtual_batch"', r".*secure = true needs algorithm = .diloco., not .virtual_batch."),
                 ("audit.share = 0.1", r"audit\.share and audit\.work_share: expected 0"),
             ]
         ),
-        ("", 'averaging.secure = true\naveraging.robust = "trimmed"', r'.*robust = "none", not .trimmed.'),
-        ("", 'averaging.secure = true\naveraging.robust = "clip"', r'.*robust = "none", not .clip.'),
+        ("", 'averaging.secure = true\naveraging.robust = "clip"', r'.*"trimmed", .*or "none", not .clip.'),
         (
             "",
             'algorithm = "virtual_batch"\naveraging.overlap = true',

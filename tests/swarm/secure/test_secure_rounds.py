@@ -1,17 +1,20 @@
 """Secure rounds of a whole run on the virtual clock: parity, deaths at each step, and what may be offered again."""
 
 import asyncio
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.fakes.means import weighted
 from tests.fakes.memory_network import Step
+from tests.fakes.secure_rounds import Scene
 from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
-from shoal.swarm.averaging import averager
+from shoal.swarm.averaging import averager, secure_exchange
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOutcome
 from shoal.swarm.averaging.reduction import ReducedChunk
@@ -36,9 +39,9 @@ UNIT = {"int8": 2.0**-13, "int4": 2.0**-9}
 """Of the first round."""
 
 
-def toml(tokens: int, codec: str = "int8", group: int = 8) -> str:
+def toml(tokens: int, codec: str = "int8", group: int = 8, robust: str = "none") -> str:
     secure = f"[averaging]\nsecure = true\nsecure_group = {group}\n"
-    return run_toml(tokens, codec).replace("[averaging]\n", secure)
+    return run_toml(tokens, codec, robust=robust).replace("[averaging]\n", secure)
 
 
 def contribution(seed: int) -> Tensor:
@@ -546,6 +549,145 @@ def test_a_coordinator_that_is_killed_at_each_stage(moment: SecureStage) -> None
             assert (first.mean.whole().double() - expected).abs().max() < 2 * UNIT["int8"]
 
     run_virtual(main())
+
+
+# Groups that are compared --------------------------------------------------------------------------------------
+
+
+def groups_seen(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
+    """Return a list that gets the members of all groups once for each part of a round."""
+    seen: list[list[tuple[int, ...]]] = []
+    real = SecureExchange._make
+
+    def make(self: SecureExchange, index: int, opened: dict[Any, Any]) -> None:
+        seen.append([group.members for group in self.member.groups])
+        real(self, index, opened)
+
+    monkeypatch.setattr(SecureExchange, "_make", make)
+    return seen
+
+
+def means_of(groups: list[tuple[int, ...]]) -> list[Tensor]:
+    return [weighted([contribution(one) for one in group], [10] * len(group)) for group in groups]
+
+
+@pytest.mark.parametrize("robust", ["trimmed", "none"])
+def test_a_member_that_fills_the_lanes_moves_no_trimmed_mean(monkeypatch: pytest.MonkeyPatch, robust: str) -> None:
+    """Far more than its codes could say, in all values; with ``none`` that is the mean, for comparison."""
+
+    async def main() -> None:
+        seen, add, mask = groups_seen(monkeypatch), secure_exchange.add_masks, SecureExchange._masked
+        lying = threading.local()
+
+        def masked(self: SecureExchange, index: int) -> list[memoryview]:
+            lying.now = self.signer.peer == liar.peer
+            return mask(self, index)
+
+        def added(lanes: Any, masks: Any) -> None:
+            if getattr(lying, "now", False):
+                lanes += np.uint16(350)
+                lying.now = False
+            add(lanes, masks)
+
+        monkeypatch.setattr(SecureExchange, "_masked", masked)
+        monkeypatch.setattr(secure_exchange, "add_masks", added)
+        async with swarm(12, toml(120, group=4, robust=robust), ELEMENTS) as run:
+            liar = run[5]
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(12)])
+            assert all(isinstance(one, Committed) and one.included for one in outcomes)
+            assert in_step(*run.members)
+            first = outcomes[0]
+            assert isinstance(first, Committed)
+            assert first.verdict.plan is not None
+            assert first.verdict.plan.mean == ("trimmed" if robust == "trimmed" else "weighted")
+            honest = torch.stack(means_of([group for group in seen[0] if 5 not in group]))
+            assert len(honest) == 2
+            mean, unit = first.mean.whole().double(), 2 * UNIT["int8"]
+            within = (honest.amin(0) - unit <= mean) & (mean <= honest.amax(0) + unit)
+            assert bool(within.all()) == (robust == "trimmed")
+            assert (mean.mean() > 10 * unit) == (robust == "none")
+
+    run_virtual(main())
+
+
+def test_a_run_that_compares_groups_waits_for_three() -> None:
+    async def main() -> None:
+        async with swarm(12, toml(120, group=4, robust="trimmed"), 4096) as run, asyncio.TaskGroup() as tasks:
+            brought = [torch.full((4096,), 0.003)] * 12
+            plays = [tasks.create_task(run[index].play(brought[index], 10)) for index in range(11)]
+            await asyncio.sleep(3 * PATIENCE_S)
+            assert run.coordinator.machine.scope.round.plan is None
+            plays.append(tasks.create_task(run[11].play(brought[11], 10)))
+            await asyncio.wait(plays)
+            assert all(isinstance(one.result(), Committed) for one in plays)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("honest_owner", [True, False])
+def test_two_groups_make_no_trimmed_mean(monkeypatch: pytest.MonkeyPatch, honest_owner: bool) -> None:
+    """One dealer's wrong shares close its group: the means are empty, and it alone is to blame. An owner that makes a
+    mean of the other two is refused, and has failed."""
+
+    async def main() -> None:
+        deal = RoundKeys.deal
+
+        def dealt(self: RoundKeys, group: MaskingGroup) -> dict[int, bytes]:
+            shares = deal(self, group)
+            if self.member == 5:
+                return {one: (bytes(1) + bytes(range(32))) * (len(each) // 33) for one, each in shares.items()}
+            return shares
+
+        monkeypatch.setattr(RoundKeys, "deal", dealt)
+        async with swarm(12, toml(120, group=4, robust="trimmed"), ELEMENTS) as run:
+            made, liars = SecureExchange.__init__, set[str]()
+
+            def begun(self: SecureExchange, *others: Any, **more: Any) -> None:
+                made(self, *others, **more)
+                if self.me == next(part.owner for part in self._plan.parts if part.owner != 5) and not honest_owner:
+                    self._is_trimmed, self._fewest = False, 1
+                    liars.add(self.signer.peer)
+
+            monkeypatch.setattr(SecureExchange, "__init__", begun)
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(12)])
+            first = outcomes[0]
+            assert isinstance(first, Committed)
+            assert not first.mean.whole().any()
+            given = [one for one in run.coordinator.events if isinstance(one, VerdictGiven)][-1]
+            assert given.missing == (run[5].peer,)
+            assert set(given.failed) == liars
+            assert len(liars) == (not honest_owner)
+
+    run_virtual(main())
+
+
+def test_a_plan_of_two_groups_compares_nothing() -> None:
+    scene = Scene(n=12)
+    secure = scene.plan.secure
+    assert secure is not None
+    fields = dict(scene.plan) | {"mean": "trimmed"}
+    with pytest.raises(ValueError, match="24 to 128 members"):
+        RoundPlan(**fields)
+    assert RoundPlan(**fields | {"secure": secure.model_copy(update={"group": 4})}).mean == "trimmed"
+    averaging = parse_run_file(toml(10, robust="trimmed")).averaging
+    assert not averaging.fits_secure(secure, "weighted"), "the host must not leave the comparison out"
+    assert averaging.fits_secure(secure, "trimmed")
+
+
+def test_a_part_that_too_few_groups_have_reached_has_no_set() -> None:
+    """Its work is brought again, as nothing of it can be opened."""
+    scene = Scene(n=12, group=4, mean="trimmed")
+    scene.until(SecureStage.MASKS)
+    while len(scene.sent) < 2 * 12:
+        scene.turn()
+    groups = scene.members[0].groups
+    assert len(groups) == 3
+    scene.arrive(0)
+    scene.arrive(1, [one for group in groups[1:] for one in group.members])
+    scene.until(SecureStage.OPEN, arrive=False)
+    assert scene.board.sets == (tuple(range(12)), ())
+    assert not any(one.is_spent(1) for one in scene.members)
+    assert all(one.is_spent(0) for one in scene.members)
 
 
 # A host that would like to see more ---------------------------------------------------------------------------
