@@ -17,10 +17,17 @@ class Traffic:
         for index, member in enumerate(plan.members):
             self._rows.setdefault(member.row, []).append(index)
         # By the members that collect it, one in each row: of how much each owner makes the mean.
-        self._collected: dict[tuple[int, ...], Counter[int]] = {}
+        columns: dict[tuple[int, ...], Counter[int]] = {}
         for part in plan.parts:
             collectors = plan.row_reducers(part) or (part.owner,)
-            self._collected.setdefault(collectors, Counter())[part.owner] += part.stop - part.start
+            columns.setdefault(collectors, Counter())[part.owner] += part.stop - part.start
+        # By row: how much each of its members collects there. By member: what it collects, as above.
+        self._collected: dict[int, Counter[int]] = {row: Counter() for row in self._rows}
+        self._columns: dict[int, list[tuple[tuple[int, ...], Counter[int]]]] = {}
+        for collectors, owners in columns.items():
+            for row, collector in enumerate(collectors):
+                self._collected[row][collector] += owners.total()
+                self._columns.setdefault(collector, []).append((collectors, owners))
 
     def shares(self, me: int) -> dict[int, float]:
         """Return the share of each other member in all that this member sends."""
@@ -34,15 +41,11 @@ class Traffic:
 
     def _sent(self, me: int) -> Counter[int]:
         """Return what this member sends, by receiver."""
-        sent: Counter[int] = Counter()
         row = self._plan.members[me].row
-        for collectors, owners in self._collected.items():
-            size = owners.total()
-            if collectors[row] != me:
-                sent[collectors[row]] += size
-                continue
+        sent = Counter(self._collected[row])
+        for collectors, owners in self._columns.get(me, ()):
             for mate in self._rows[row]:
-                sent[mate] += size
+                sent[mate] += owners.total()
             for owner, owned in owners.items():
                 for other in collectors if owner == me else (owner,):
                     sent[other] += owned

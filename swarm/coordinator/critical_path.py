@@ -7,6 +7,7 @@ member's own word, and is marked so: nobody can put a delay on somebody else.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_high, median_low
@@ -207,14 +208,14 @@ def _exchange_delays(seen: ScopeSeen) -> list[_Delay]:
         found.append(replace(late, extra_s=max(late.extra_s, lost_s)))
     elif late is not None and late.peer not in seen.undelivered:
         found.append(_late_report(seen, late))
-    send_s = {peer: link.send_s for peer, link in seen.links.items() if link.send_s}
-    receive_s = {peer: link.receive_s for peer, link in seen.links.items() if link.receive_s}
+    send_s = _above_others({peer: link.send_s for peer, link in seen.links.items() if link.send_s})
+    receive_s = _above_others({peer: link.receive_s for peer, link in seen.links.items() if link.receive_s})
     for peer, link in seen.links.items():
         relayed = peer in seen.members and seen.members[peer].is_relayed
-        if extra_s := _above_others(send_s, peer):
+        if extra_s := send_s.get(peer):
             cause: SlowCause = "relay" if relayed else "slow upload"
             found.append(_Delay(peer, "exchange", min(extra_s, lasted_s), cause, link.send_bps))
-        if link.receives_slowly and (extra_s := _above_others(receive_s, peer)):
+        if link.receives_slowly and (extra_s := receive_s.get(peer)):
             cause = "relay" if relayed else "slow download"
             found.append(_Delay(peer, "exchange", min(extra_s, lasted_s), cause, link.receive_bps))
     return found
@@ -236,10 +237,15 @@ def _late_report(seen: ScopeSeen, late: _Delay) -> _Delay:
     return replace(late, phase="exchange", cause=cause, bps=link.receive_bps, is_claimed=False)
 
 
-def _above_others(seconds: Mapping[str, float], peer: str) -> float:
-    """Return how much longer than the usual one of the others a member takes; 0 if that is not known."""
-    others = [one for other, one in seconds.items() if other != peer]
-    return max(0.0, seconds[peer] - median_low(others)) if peer in seconds and others else 0.0
+def _above_others(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return how much longer than the usual one of the others each member takes; 0 of a single one."""
+    ordered, middle = sorted(seconds.values()), (len(seconds) - 2) // 2
+    if len(ordered) < 2:
+        return dict.fromkeys(seconds, 0.0)
+    # The median of the others: what is in the middle once a member's own time is taken out.
+    return {
+        peer: max(0.0, one - ordered[middle + (bisect_left(ordered, one) <= middle)]) for peer, one in seconds.items()
+    }
 
 
 def _bottlenecks(scopes: Sequence[ScopeSeen]) -> list[_Delay]:

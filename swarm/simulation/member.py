@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _RETRY_S = 30.0
 """A machine that finds no place asks again about so often."""
 
+_NOT_PREPARED, _PREPARED = Headway(), Headway(prepared=1.0)
+
 PHASES = ("compute", "data", "packing", "exchange", "waiting", "applying", "checkpoint")
 
 
@@ -259,7 +261,7 @@ class LightMember:
             bytes_received=int(self.down_bytes),
             bandwidth_bps=min(self.machine.up_bps, self.machine.down_bps),
             roster_version=max(0, self.roster_version),
-            headway=Headway(prepared=0.0 if version is None else 1.0),
+            headway=_NOT_PREPARED if version is None else _PREPARED,
         )
 
     # Work ---------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ exchanges those of ``links.py``. Same run file, trace and seed: same result.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -158,6 +159,7 @@ class SimulatedRun:
         self._exchange_ends_s = 0.0
         self._exchange_from_s = 0.0
         self._dead: set[int] = set()
+        self._rows: dict[int, list[int]] = {}
         self._planned_s = 0.0
         self._parts_digests: tuple[bytes, ...] = ()
         self._alive = 0
@@ -269,8 +271,10 @@ class SimulatedRun:
         plan = self.scope.round.plan
         assert plan is not None
         planned = [self._by_peer[one.peer] for one in plan.members]
-        rows = 1 + max(one.row for one in plan.members)
-        sizes = PackedSizes.of(self.run.format_map(()), self.elements, -(-len(planned) // rows))
+        self._rows = defaultdict(list)
+        for index, member in enumerate(plan.members):
+            self._rows[member.row].append(index)
+        sizes = PackedSizes.of(self.run.format_map(()), self.elements, -(-len(planned) // len(self._rows)))
         machines = [one.machine for one in planned]
         traffic = traffic_of(plan, sizes, [one.reachable for one in machines])
         self._exchange = exchange_of(
@@ -338,11 +342,11 @@ class SimulatedRun:
         dropped = tuple(sorted(self._dead | exchange.left_out))
         deliveries: list[Delivery] = []
         if exchange.traffic[index].owns:
-            row = plan.members[index].row
-            mates = [one for one, member in enumerate(plan.members) if member.row == row and one != index]
-            at = plan.round % max(1, len(mates))
-            for mate in (mates[at:] + mates[:at])[:_MOST_DELIVERIES]:
-                deliveries.append(Delivery(member=mate, bps=max(1.0, self._rate_to(mate, index))))
+            mates = self._rows[plan.members[index].row]
+            at = plan.round % len(mates)
+            for mate in itertools.islice(itertools.chain(mates[at:], mates[:at]), _MOST_DELIVERIES + 1):
+                if mate != index and len(deliveries) < _MOST_DELIVERIES:
+                    deliveries.append(Delivery(member=mate, bps=max(1.0, self._rate_to(mate, index))))
         return PeerToCoordinatorRoundReport(
             round=plan.round,
             digests=self._parts_digests,

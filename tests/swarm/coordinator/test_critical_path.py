@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from statistics import median_low
 
 import pytest
 from tests.fakes.grids import plan_of
 
 from shoal.compression.formats import named_format_map
-from shoal.swarm.coordinator.critical_path import LinkSeen, MemberSeen, ScopeSeen, critical_path, links_seen
+from shoal.swarm.coordinator.critical_path import (
+    LinkSeen,
+    MemberSeen,
+    ScopeSeen,
+    _above_others,
+    critical_path,
+    links_seen,
+)
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.timing import MemberTimes
 from shoal.swarm.protocol.types import Delivery, PhaseTimes, WorkPhase
@@ -224,3 +233,13 @@ def test_no_rate_that_is_reported_is_too_large_to_tell() -> None:
     path = critical_path(41, [seen])
     assert path is not None
     assert path.bps == 1e18
+
+
+def test_what_a_member_takes_longer_is_by_the_median_of_the_others() -> None:
+    draw = random.Random(1)
+    for size in (1, 2, 3, 4, 7, 8):
+        seconds = {str(one): float(draw.randrange(5)) for one in range(size)}
+        found = _above_others(seconds)
+        for peer, one in seconds.items():
+            others = [other for name, other in seconds.items() if name != peer]
+            assert found[peer] == (max(0.0, one - median_low(others)) if others else 0.0)
