@@ -618,6 +618,11 @@ class Membership:
 
         return self._remember("states", ("digest", anchor_version), answer)
 
+    @property
+    def credit_stamp(self) -> tuple[int, int]:
+        """Changes whenever somebody joins, leaves, or gets or loses credit."""
+        return self.roster_version, self._credits
+
     def _remember(self, kind: str, question: object, answer: Callable[[], T]) -> T:
         """Return a cached answer, until what its ``kind`` depends on has changed: the ``roster`` alone, the ``credit``
         too, the members' ``states`` too, or instead of these who has ``met`` whom."""

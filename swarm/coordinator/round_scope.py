@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median_low
+from typing import Any
 
 from shoal.compression.formats import FormatMap
 from shoal.swarm.averaging.norm_claims import claim_bytes
@@ -120,7 +121,7 @@ from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.secure import MOST_MEMBERS
 from shoal.swarm.protocol.statements import PlanStatement, RoundName
 from shoal.swarm.protocol.statements import plan_digest as digest_of_plan
-from shoal.swarm.protocol.types import MAX_RATE, DivergenceWord, TensorSpec
+from shoal.swarm.protocol.types import MAX_RATE, DivergenceWord, Record, TensorSpec
 from shoal.swarm.protocol.verdict_chain import agreement_bytes, chain_hash, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract, to_wire
 from shoal.swarm.secure.board import SecureBoard, SecureFailure
@@ -138,6 +139,7 @@ COUNTED_S = 0.25
 """Largest age of a cached sum in larger swarms."""
 
 _MOST_OUTLOOK = 2000
+_MOST_VIEWS = 64
 _LATEST_ROUNDS = 8
 """Rounds from which the speed of a run is told: enough to be steady, few enough to follow joins."""
 
@@ -159,6 +161,25 @@ class CachedSum:
         if members <= EXACT_MEMBERS or not is_fresh:
             self.count, self.counted_s, self.round = count(), now_s, round_number
         return self.count
+
+
+@dataclass
+class MadeViews:
+    """Views of the newest state: members that have to be told the same get the same object, which is packed once."""
+
+    _made: dict[tuple[object, ...], RunView] = field(default_factory=dict, compare=False, repr=False)
+    _sequence: int = field(default=-1, compare=False)
+
+    def make(self, sequence: int, **fields: Any) -> RunView:
+        """Return a view with these fields. What is no plain value is told apart by identity, which costs nothing."""
+        if sequence != self._sequence or len(self._made) >= _MOST_VIEWS:
+            self._made.clear()
+            self._sequence = sequence
+        of = tuple([id(one) if isinstance(one, Record | tuple) else one for one in fields.values()])
+        view = self._made.get(of)
+        if view is None:
+            view = self._made[of] = RunView.model_construct(sequence=sequence, **fields)
+        return view
 
 
 @dataclass
@@ -242,6 +263,8 @@ class RoundScope:
         self.elapsed_before_s = 0.0
         self._tokens_in_round = CachedSum()
         self._sign = sign
+        self._run_hash = run.hash
+        """Of the run as it began; working it out takes a while."""
         self._stated: tuple[RoundPlan, PlanStatement, bytes] | None = None
         self._without_plan: VerdictOnPlan | None = None
         """The newest verdict that members with its plan were told."""
@@ -252,6 +275,7 @@ class RoundScope:
         self._outage = Outage(self.deadlines)
         self._outlook: PossibleRollback | None = None
         self._told_outlook = ToldOutlook()
+        self._views = MadeViews()
         self.wants_last_state = False
         """Whether the host is about to fetch the last state when the run has ended."""
         self._asked_for_kept_s: float | None = None
@@ -271,7 +295,7 @@ class RoundScope:
     @property
     def name_of_round(self) -> RoundName:
         """Name of the open round in what is signed about it."""
-        return RoundName(self.run.hash, None if self.stage is None else self.stage.number, self.round.number)
+        return RoundName(self._run_hash, None if self.stage is None else self.stage.number, self.round.number)
 
     @property
     def label(self) -> str:
@@ -645,7 +669,7 @@ class RoundScope:
         plan, verdict = self.round.plan, self.verdict if verdict_chain != newest else None
         stated = self._stated_plan(plan) if plan is not None else None
         on_plan = self._on_plan(verdict, plan_digest) if verdict is not None and plan_digest is not None else None
-        return RunView.model_construct(
+        return self._views.make(
             epoch=self.log.epoch,
             sequence=self.log.announcements,
             round=self.round.number,
@@ -830,9 +854,15 @@ class RoundScope:
         """Return the plan's members that have not left since."""
         return {peer for peer in self.round.ranges if peer not in self.round.orphans}
 
+    def is_averaging(self, peer: str) -> bool:
+        """Whether this is a member of the plan that has not left since."""
+        return peer in self.round.ranges and peer not in self.round.orphans
+
     def is_complete(self) -> bool:
         """Whether all reports, or contributions, of this phase are here."""
         if self.round.phase == "averaging":
+            if len(self.round.reports) < len(self.round.ranges) - len(self.round.orphans):
+                return False  # asked at each of thousands of reports
             return self.averaging() <= self.round.reports.keys()
         return self.leases.held.keys() <= self.round.ready.keys()
 
@@ -996,7 +1026,7 @@ class RoundScope:
     def _claim(self, peer: str, version: int | None, digest: bytes | None) -> None:
         """Note which state a member reports, and agree on it if that is clear now."""
         if self.agreed_digest is None and version == self.anchor_version and digest is not None:
-            self._claims.said[peer] = digest
+            self._claims.say(peer, digest)
             self.agree(self.log.now_s)
 
     def agree(self, now_s: float) -> bool:
@@ -1005,8 +1035,8 @@ class RoundScope:
         Also on the state with which the run has ended, by what members report before they leave."""
         if self.agreed_digest is None and self.anchor_version:
             was_disputed, overdue = self.is_disputed, self._is_overdue(now_s)
-            trainers = self.membership.trainers()
-            digest = self._claims.agreed(trainers, self.took_part, self.anchor_version, overdue=overdue)
+            trainers, stamp = self.membership.trainers(), self.membership.credit_stamp
+            digest = self._claims.agreed(trainers, self.took_part, self.anchor_version, overdue=overdue, stamp=stamp)
             if digest is not None:
                 self._sign_agreement(digest)
             if self.is_disputed != was_disputed:
@@ -1063,7 +1093,7 @@ class RoundScope:
         """Take what a member posts in a secure round, whose signatures were checked, and return what it may see."""
         self.hear(peer, now_s)
         board = self.round.board
-        if board is None or not board.is_of(step) or peer not in self.averaging():
+        if board is None or not board.is_of(step) or not self.is_averaging(peer):
             return CoordinatorToPeerSecureBoard(round=step.round, stage=0)
         if board.take(peer, step):
             self.round.progress_s = now_s
@@ -1084,7 +1114,7 @@ class RoundScope:
     def report(self, peer: str, report: PeerToCoordinatorRoundReport, now_s: float) -> None:
         self.hear(peer, now_s)
         plan = self.round.plan
-        if plan is None or report.round != self.round.number or peer not in self.averaging():
+        if plan is None or report.round != self.round.number or not self.is_averaging(peer):
             return
         if len(report.digests) != len(plan.parts) or any(
             one >= len(plan.members)

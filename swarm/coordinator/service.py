@@ -88,7 +88,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorTryAddress,
 )
 from shoal.swarm.protocol.paths import PASS_S, make_pass, sign_relay
-from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.rounds import RunView, Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.statements import check_ready, check_report
 from shoal.swarm.protocol.types import MAX_TROUBLE, Address, Message, Role, RosterEntry, TensorSpec
@@ -117,6 +117,32 @@ _SPANS_AT_ONCE = 32
 Handler = Callable[[Channel, Message], Coroutine[Any, Any, Message]]
 
 
+class MemberRequest:
+    """A member's request, in turn with all others: entered with the member, left when what it causes is journaled.
+
+    A class, as a generator would take longer than what most requests need."""
+
+    def __init__(self, service: CoordinatorService, scope: RoundScope | PipelineRun, channel: Channel) -> None:
+        self._service = service
+        self._scope = scope
+        self._channel = channel
+
+    async def __aenter__(self) -> str:
+        await self._service.lock.acquire()
+        try:
+            return self._scope.admission.require_member(self._channel.remote_key)
+        except BaseException:
+            self._service.lock.release()
+            raise
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                await self._service.flush()
+        finally:
+            self._service.lock.release()
+
+
 class ScopeHandlers:
     """Answers to what members ask in one scope: a plain run, a pipeline run's own scope, or one of its stages.
 
@@ -132,6 +158,8 @@ class ScopeHandlers:
         of the newest plan that it reported. What was sent may get lost, so only the member's word counts for these."""
         self._sent_plan_at: dict[str, tuple[bytes | None, float]] = {}
         """By member, the digest of the plan that it was sent last, and when."""
+        self._bare: tuple[RunView, RunView] | None = None
+        """The view whose plan was left out last, and what was left."""
         self._whole_roster_from_s: dict[str, float] = {}
         """By member, the moment from which it may get a whole roster again, whatever version it claims to have."""
         self._told_from_s: dict[str, float] = {}
@@ -183,12 +211,9 @@ class ScopeHandlers:
             }
         return answers | {PeerToCoordinatorClaim: self._claim, PeerToCoordinatorRelease: self._release}
 
-    @asynccontextmanager
-    async def _request(self, channel: Channel) -> AsyncIterator[str]:
+    def _request(self, channel: Channel) -> MemberRequest:
         """Yield the member that asks; what it causes is journaled before it is answered. Raises ``NotAdmitted``."""
-        async with self.service.lock:
-            yield self.scope.admission.require_member(channel.remote_key)
-            await self.service.flush()
+        return MemberRequest(self.service, self.scope, channel)
 
     @asynccontextmanager
     async def _frequent_request(self, channel: Channel) -> AsyncIterator[str]:
@@ -209,7 +234,9 @@ class ScopeHandlers:
             # What was sent a moment ago is on its way. A member that lacks it does not name it in its next heartbeats.
             digest, sent_s = self._sent_plan_at.get(peer, (None, 0.0))
             if digest == view.plan_digest and now_s < sent_s + self.scope.deadlines.heartbeat_s / 2:
-                view = view.model_copy(update={"plan": None})
+                if self._bare is None or self._bare[0] is not view:
+                    self._bare = view, view.model_copy(update={"plan": None})
+                view = self._bare[1]
             else:
                 self._sent_plan_at[peer] = view.plan_digest, now_s
         if view.roster is not None:
@@ -510,7 +537,8 @@ class ScopeHandlers:
         assert self.rounds is not None
         async with self._request(channel) as peer:
             certificate = self.rounds.membership.members[peer].entry.certificate
-            check_ready(replace(self.rounds.name_of_round, round=message.round), message, certificate)
+            if message != self.rounds.round.ready.get(peer):  # members repeat it until they hear of the plan
+                check_ready(replace(self.rounds.name_of_round, round=message.round), message, certificate)
             self.rounds.ready(peer, message, time.monotonic())
             self._tick_if(self.rounds.is_complete())
         return self.view(peer)
@@ -522,7 +550,7 @@ class ScopeHandlers:
             peer = self.scope.admission.require_member(channel.remote_key)
             plan, certificate = self.rounds.round.plan, self.rounds.membership.members[peer].entry.certificate
             statement = self.rounds.plan_statement(plan) if plan is not None else None
-        if plan is not None and statement is not None and message.round == plan.round:
+        if plan is not None and statement is not None and message.round == plan.round and message.made:
             # In a worker thread and without the lock: a report may have a signature for each of many parts.
             await in_thread(check_report, statement, plan, message, certificate)
         async with self._request(channel) as peer:
@@ -539,7 +567,7 @@ class ScopeHandlers:
         assert self.rounds is not None
         async with self.service.lock:
             peer, board = self.scope.admission.require_member(channel.remote_key), self.rounds.round.board
-        if board is not None and board.is_of(message) and peer in self.rounds.averaging():
+        if board is not None and board.is_of(message) and self.rounds.is_averaging(peer):
             await in_thread(board.check, peer, message)  # signatures, without the lock
         async with self._request(channel) as peer:
             self.rounds.secure_step(peer, message, time.monotonic())
@@ -987,9 +1015,8 @@ class CoordinatorService:
 
     async def notify(self, channel: Channel, message: Message, scope: int) -> None:
         try:
-            async with asyncio.timeout(1.0):
-                await channel.notify(message, scope)
-        except (LinkError, TimeoutError) as error:
+            await channel.notify(message, scope)
+        except LinkError as error:
             log.debug("could not tell %s: %s", channel.label, error)
 
 

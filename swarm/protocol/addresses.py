@@ -8,6 +8,7 @@ these checks, a stranger could make them connect to machines inside their own pr
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Iterable
 from typing import Literal
@@ -20,6 +21,9 @@ MAX_ADDRESSES = 8
 
 _WRAPPED = [ipaddress.IPv6Network(one) for one in ("::ffff:0:0/96", "64:ff9b::/96", "::/96")]
 """IPv6 addresses that end with an IPv4 address: mapped, translated (NAT64, RFC 6052) and IPv4-compatible ones."""
+
+_REMEMBERED = 4096
+"""Hosts whose answers are kept: each message of a caller asks again."""
 
 _IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -43,6 +47,7 @@ def parse_ip(host: str) -> _IP | None:
     return address
 
 
+@functools.lru_cache(_REMEMBERED)
 def plain_host(host: str) -> str:
     """Write an IPv4-mapped IPv6 address, as a dual-stack socket shows it, as IPv4; leave other hosts unchanged."""
     try:
@@ -52,6 +57,7 @@ def plain_host(host: str) -> str:
     return str(address.ipv4_mapped or host)
 
 
+@functools.lru_cache(_REMEMBERED)
 def network_of(host: str) -> str:
     """The network of an address: an IPv4 /24 or an IPv6 /48. A host that is not an IP address is its own network."""
     address = parse_ip(host)

@@ -8,7 +8,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgpack
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict, VerdictOnPlan
 from shoal.swarm.protocol.types import (
+    MAX_MEMBERS,
     MAX_STAGES,
     MAX_TENSORS,
     Amendment,
@@ -33,6 +34,8 @@ from shoal.swarm.protocol.types import (
     RosterEntry,
     TensorSpec,
 )
+
+T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 8 * 2**20
 """Largest control message to a caller, which trusts our key; ZeroMQ refuses larger ones before it allocates them."""
@@ -62,9 +65,11 @@ _KINDS: tuple[Kind, ...] = ("request", "reply", "notice")
 
 
 _ARRAY_OF_7 = bytes(msgpack.Packer().pack_array_header(7))
+_VIEW_FIELD = bytes(msgpack.Packer().pack_map_header(1)) + msgpack.packb("view")
 _MAX_RUN = 64
 
 _SHARED = 32
+_MOST_ENTRIES = 2 * MAX_MEMBERS
 _shared: tuple[tuple[tuple[Record, ...], bytes], ...] = ()
 """The records that were packed last, and their bytes: for each scope a plan, a verdict and a roster, and older ones."""
 
@@ -89,10 +94,38 @@ def encode(envelope: Envelope, limit_bytes: int | None = None) -> bytes:
     Raises ``WireError`` when the message is larger."""
     message = envelope.message
     kind = _KINDS.index(envelope.kind)
-    head = [PROTOCOL_VERSION, kind, envelope.number, envelope.scope, envelope.run, type(message).__name__]
-    data = b"".join([_ARRAY_OF_7, *map(_packb, head), _pack(message)])
+    head = _packb([PROTOCOL_VERSION, kind, envelope.number, envelope.scope, envelope.run, type(message).__name__])
+    if isinstance(message, CoordinatorToPeerView):
+        data = _whole(head, message.view)
+    else:
+        data = b"".join([_ARRAY_OF_7, head[1:], _pack(message)])
     if len(data) > (MAX_MESSAGE_BYTES if limit_bytes is None else limit_bytes):
         raise WireError(f"{type(message).__name__} of {len(data)} bytes is too large to send")
+    return data
+
+
+_VIEWS = 16
+_views: dict[int, tuple[RunView, bytes]] = {}
+"""The views that were packed last."""
+
+_notice: tuple[bytes, RunView | None, bytes] = b"", None, b""
+"""Head, view and bytes of the message with a view that was encoded last and may be sent to others, too."""
+
+
+def _whole(head: bytes, view: RunView) -> bytes:
+    """Return the message that tells a view, the same object when it is told to one member after the other.
+
+    Most members are told the same views, and copies of a plan for a thousand of them would wait in memory."""
+    global _notice
+    if _notice[1] is view and _notice[0] == head:
+        return _notice[2]
+    known = _views.get(id(view))
+    if known is None or known[0] is not view:
+        if len(_views) >= _VIEWS:
+            del _views[next(iter(_views))]
+        known = _views[id(view)] = view, _pack_fields(view)
+    data = b"".join([_ARRAY_OF_7, head[1:], _VIEW_FIELD, known[1]])
+    _notice = head, view, data
     return data
 
 
@@ -142,13 +175,16 @@ def _pack(value: Any) -> bytes:
     match value:
         case None | int() | float() | str() | bytes():
             return _packb(value)
-        case CoordinatorToPeerView() | CoordinatorToPeerJoinAccepted() | RunView():
-            header, names = _packed_names(type(value))
-            return header + b"".join([packed + _pack(getattr(value, name)) for name, packed in names])
-        case RoundPlan() | Verdict() | VerdictOnPlan() | PipelineView() | RosterDelta():
-            return _pack_shared((value,), value.model_dump)
-        case (RosterEntry() | Amendment(), *_):
-            return _pack_shared(value, lambda: tuple(entry.model_dump() for entry in value))
+        case CoordinatorToPeerJoinAccepted() | RunView():
+            return _pack_fields(value)
+        case RosterDelta():
+            return _pack_shared((value,), lambda: _pack_fields(value))
+        case RoundPlan() | Verdict() | VerdictOnPlan() | PipelineView():
+            return _pack_shared((value,), lambda: _packb(value.model_dump()))
+        case (RosterEntry(), *_):
+            return _packed_array(value, _pack_entry)
+        case (Amendment(), *_):
+            return _pack_shared(value, lambda: _packb(tuple(entry.model_dump() for entry in value)))
         case PeerToCoordinatorDescribeModel():
             return _packb(value.model_dump(exclude={"layout"}) | {"layout": _pack_layout(value.layout)})
         case Record():
@@ -156,20 +192,66 @@ def _pack(value: Any) -> bytes:
     return _packb(value)
 
 
+def _pack_fields(record: Record) -> bytes:
+    """Pack a record field by field, without fields that have their default, which whoever decodes it fills in.
+
+    A coordinator makes hundreds of views a second, each with thirty fields: plain ones are packed by one call."""
+    values, plain, others = record.__dict__, dict[str, Any](), list[bytes]()
+    for name, packed_name, default in _fields(type(record)):
+        value = values[name]
+        if value is default:
+            continue
+        if type(value) not in _PLAIN:
+            others += packed_name, _pack(value)
+        elif value != default:
+            plain[name] = value
+    count = len(plain) + len(others) // 2
+    return b"".join([_map_header(count), _packb(plain)[len(_map_header(len(plain))) :], *others])
+
+
+_PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+
+
 @functools.cache
-def _packed_names(kind: type[Record]) -> tuple[bytes, list[tuple[str, bytes]]]:
-    """The header of a record's map, and its fields' names, plain and packed."""
-    header = bytes(msgpack.Packer().pack_map_header(len(kind.model_fields)))
-    return header, [(name, _packb(name)) for name in kind.model_fields]
+def _fields(kind: type[Record]) -> list[tuple[str, bytes, Any]]:
+    """A record's fields: name, packed name, and default, which is no value of a field where it has none."""
+    fields = kind.model_fields.items()
+    return [(name, _packb(name), _MISSING if one.is_required() else one.default) for name, one in fields]
 
 
-def _pack_shared(records: tuple[Record, ...], dump: Callable[[], Any]) -> bytes:
+_MISSING = object()
+
+
+@functools.cache
+def _map_header(count: int) -> bytes:
+    return bytes(msgpack.Packer().pack_map_header(count))
+
+
+def _packed_array(values: tuple[T, ...], pack: Callable[[T], bytes]) -> bytes:
+    return b"".join([bytes(msgpack.Packer().pack_array_header(len(values))), *map(pack, values)])
+
+
+_entries: dict[int, tuple[RosterEntry, bytes]] = {}
+
+
+def _pack_entry(entry: RosterEntry) -> bytes:
+    """Pack an entry of a roster, or reuse its bytes: each join brings a whole roster, of which one entry is new."""
+    known = _entries.pop(id(entry), None)
+    if known is None or known[0] is not entry:
+        known = entry, _packb(entry.model_dump())
+        if len(_entries) >= _MOST_ENTRIES:
+            del _entries[next(iter(_entries))]
+    _entries[id(entry)] = known
+    return known[1]
+
+
+def _pack_shared(records: tuple[Record, ...], pack: Callable[[], bytes]) -> bytes:
     """Pack records, or reuse their bytes: identical objects have the same content, as records are frozen."""
     global _shared
     for known, data in _shared:
         if len(known) == len(records) and all(map(operator.is_, known, records)):
             return data
-    data = _packb(dump())
+    data = pack()
     _shared = (*_shared[1 - _SHARED :], (records, data))
     return data
 

@@ -16,6 +16,7 @@ from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WireErr
 from shoal.swarm.protocol.messages import PeerToPeerPing, RequestFailed
 from shoal.swarm.protocol.types import Message
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Assembly, Envelope, cut, encode
+from shoal.swarm.transport.caller_socket import CallerSocket
 from shoal.swarm.transport.limits.traffic_limits import RateLimit
 
 M = TypeVar("M", bound=Message)
@@ -38,6 +39,8 @@ class Channel:
     remote_host: str = ""
     upload: RateLimit = field(default_factory=RateLimit)
     """Counts what is sent."""
+    callers: CallerSocket | None = None
+    """The socket of an incoming channel, for its messages; None for a dialed one."""
     is_relayed: bool = False
     """Whether it was dialed over a relay, which may have no way to the other side at the moment."""
     run: str = ""
@@ -100,8 +103,7 @@ class Channel:
         """Send without waiting for an answer. Raises ``Unreachable`` when there is no connection."""
         try:
             # A connected socket accepts it at once; a reconnecting one would block until it is connected.
-            async with asyncio.timeout(_NOTIFY_S):
-                await self.send(Envelope("notice", 0, message, scope, self.run))
+            await self.send(Envelope("notice", 0, message, scope, self.run), _NOTIFY_S)
         except TimeoutError as error:
             raise Unreachable(f"{self.label} is not connected at the moment") from error
 
@@ -128,18 +130,20 @@ class Channel:
         """Whether no request of this side waits for an answer."""
         return not self._waiting
 
-    async def send(self, envelope: Envelope) -> None:
-        """Send an envelope. Raises ``Unreachable`` for a broken channel, ``WireError`` for a too large message."""
+    async def send(self, envelope: Envelope, deadline_s: float | None = None) -> None:
+        """Send an envelope. Raises ``Unreachable`` for a broken channel, ``WireError`` for a too large message, and
+        ``TimeoutError`` if a dialed one takes longer than ``deadline_s``."""
         data = encode(envelope, MAX_REQUEST_BYTES if self.routing is None else MAX_MESSAGE_BYTES)
         if self.is_broken:
             raise self.diagnosis(0)
         self.upload.count_control(len(data))
         try:
-            if self.routing is None:
-                await self._send_frames(cut(data))
-            else:
+            if self.callers is not None and self.routing is not None:
                 # Never wait here: one caller that does not read would block the answers to all others.
-                await self.socket.send_multipart([self.routing, data], flags=zmq.DONTWAIT)
+                self.callers.send([self.routing, data])
+            else:
+                async with asyncio.timeout(deadline_s):
+                    await self._send_frames(cut(data))
         except zmq.Again as error:
             raise Unreachable(f"{self.label} does not read its messages") from error
         except zmq.ZMQError as error:

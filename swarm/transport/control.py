@@ -33,6 +33,7 @@ from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerPing, RequestFailed
 from shoal.swarm.protocol.types import Address, Message
 from shoal.swarm.protocol.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Envelope, decode
+from shoal.swarm.transport.caller_socket import CallerSocket
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.limits.caller_guard import CallerGuard
 from shoal.swarm.transport.limits.origins import Origins
@@ -90,6 +91,7 @@ class ControlPlane:
         self.without_handlers: Callable[[str], ShoalError | None] = lambda run: None
         """Why a run of that name has no handlers here; None where that is not known."""
         self._router = context.socket(zmq.ROUTER)
+        self._callers = CallerSocket(self._router)
         self._incoming: dict[bytes, Channel] = {}  # by key, those that were silent for longest first
         self._dialed: dict[tuple[str, bytes], Channel] = {}
         self._running_handlers = 0
@@ -139,7 +141,7 @@ class ControlPlane:
         for channel in self.channels:
             self._close(channel, Unreachable("closing down"), linger_ms=100)
         self.guard.stop()
-        self._router.close(linger=100)
+        self._callers.close(linger_ms=100)
 
     # Calling ----------------------------------------------------------------------------------------------
 
@@ -225,8 +227,8 @@ class ControlPlane:
 
     async def _receive_incoming(self) -> None:
         skipped = 0
-        while not self._router.closed:
-            routing, *frames = await self._router.recv_multipart(copy=False)
+        while received := await self._callers.receive():
+            routing, *frames = received
             if frames and not await self._receive_from_caller(routing.bytes, frames):
                 # A caller that ended or broke a limit may have left many messages; yield only after some of them.
                 skipped += 1
@@ -250,7 +252,7 @@ class ControlPlane:
             if channel is not None:
                 channel.mark_broken(Unreachable(f"{channel.label} has opened a new connection"))
             self._limit_channels()
-            channel = Channel(key, host, self._router, routing, host, self._limits.upload)
+            channel = Channel(key, host, self._router, routing, host, self._limits.upload, callers=self._callers)
             channel.remote_port = 0 if descriptor is None else remote_port(descriptor)
             channel.mark_connected()
         self._incoming[key] = channel
@@ -373,8 +375,7 @@ class ControlPlane:
 
     async def _reply(self, channel: Channel, reply: Envelope) -> None:
         try:
-            async with asyncio.timeout(_REPLY_S):
-                await channel.send(reply)
+            await channel.send(reply, _REPLY_S)
         except (LinkError, TimeoutError) as error:
             log.debug("could not send an answer to %s: %s", channel.label, error)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from tests.swarm.coordinator.test_round_scope import until
 from tests.swarm.coordinator.world import CPU, INITIAL, SIGNER, World, entry, next_state, peer_name, run_file
 
-from shoal.swarm.coordinator.agreement import StateClaims, clear_digest, deciders
+from shoal.swarm.coordinator.agreement import Electorate, StateClaims, deciders
 from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.trust import weights_of
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.verdict_chain import check_agreement
 
@@ -41,8 +44,29 @@ def known(*work: int, joined: tuple[int, ...] = ()) -> dict[str, Member]:
 def test_a_digest_is_clear_with_more_than_half_of_the_work(
     work: tuple[int, ...], said: tuple[bytes | None, ...], clear: bytes | None
 ) -> None:
-    members = known(*work)
-    assert clear_digest(dict(zip(members, said, strict=True)), members) == clear
+    electorate = Electorate("", weights_of(known(*work)))
+    for peer, digest in zip(electorate.work, said, strict=True):
+        if digest is not None:
+            electorate.count(peer, digest, None)
+    assert electorate.clear_digest() == clear
+
+
+def test_claims_that_are_counted_as_they_come_give_what_all_together_give() -> None:
+    members = known(3, 2, 2, 1, 0, joined=(0, 0, 0, 0, 4))
+    peers, took_part, stamp = list(members), list(members)[:4], 1
+    counted, seen, draws = StateClaims(), set(), Random(3)
+    for _ in range(300):
+        if draws.random() < 0.1:
+            one = members[draws.choice(peers)]
+            one.has_credit, stamp = not one.has_credit, stamp + 1
+        else:
+            counted.say(draws.choice(peers), draws.choice((A, B)))
+        anew = StateClaims(dict(counted.said))
+        clear = anew.agreed(members, took_part, 4, overdue=False)
+        assert counted.agreed(members, took_part, 4, overdue=False, stamp=stamp) == clear
+        assert counted.is_disputed == anew.is_disputed
+        seen.add((clear, anew.is_disputed))
+    assert seen >= {(A, False), (B, False), (None, False), (None, True)}
 
 
 def test_newcomers_decide_nothing_while_a_member_of_the_plan_is_here() -> None:
@@ -52,9 +76,9 @@ def test_newcomers_decide_nothing_while_a_member_of_the_plan_is_here() -> None:
     assert deciders(members, established, 4) == established
     assert claims.agreed(members, established, 4, overdue=False) is None
     assert not claims.is_disputed
-    claims.said[established[0]] = A
+    claims.say(established[0], A)
     assert claims.agreed(members, established, 4, overdue=True) == A, "one of them has spoken in time"
-    claims.said |= dict.fromkeys(established, A)
+    claims.say(established[1], A)
     assert claims.agreed(members, established, 4, overdue=False) == A
 
 

@@ -8,7 +8,7 @@ from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.coordinator.round_scope import COUNTED_S, EXACT_MEMBERS, CachedSum
 from shoal.swarm.protocol.messages import CoordinatorToPeerView, PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, RunView, Verdict
-from shoal.swarm.protocol.wire import Envelope, encode
+from shoal.swarm.protocol.wire import Envelope, decode, encode
 
 _LETTERS = str.maketrans("0189", "ghij")
 
@@ -137,3 +137,24 @@ def test_what_a_known_verdict_of_a_thousand_members_saves() -> None:
     known = CoordinatorToPeerView(view=view.model_copy(update={"verdict_chain": verdict.chain}))
     assert len(encode(Envelope("reply", 1, told))) > 100_000
     assert len(encode(Envelope("reply", 1, known))) < 1_000
+
+
+def test_members_that_are_told_the_same_share_the_bytes() -> None:
+    """A plan waits in memory once for all that it is pushed to; whoever is told anything else gets bytes of its own."""
+    world = World(run_file(), members=3)
+    scope, peers = world.scope, [worker.peer for worker in world.workers[:3]]
+
+    def told(peer: str, roster_version: int = scope.membership.roster_version) -> bytes:
+        view = CoordinatorToPeerView(view=scope.view(peer, world.now_s, roster_version))
+        data = encode(Envelope("notice", 0, view))
+        assert decode(data).message == view
+        return data
+
+    first = told(peers[0])
+    assert told(peers[1]) is first
+    assert told(peers[0], 1) != first, "another roster"
+    world.beat(world.workers[2], anchor_version=7)
+    assert told(peers[2]) != first, "it must resync"
+    assert told(peers[1]) == first
+    scope.log.announcements += 1
+    assert told(peers[1]) != first
