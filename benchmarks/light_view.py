@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgpack
 
@@ -92,14 +94,23 @@ def glance(view: msgpack.Unpacker) -> Glance:
     return seen
 
 
+@lru_cache(2)
+def _count_packed_parts(packed: bytes) -> int:
+    """Read a compressed plan, once for all peers of this process."""
+    data = zlib.decompress(packed)
+    plan = msgpack.Unpacker(max_buffer_size=len(data))
+    plan.feed(data)
+    return _count_parts(plan)
+
+
 def _count_parts(view: msgpack.Unpacker) -> int:
     """Read a plan, or None."""
     parts = 0
     try:
         fields = view.read_map_header()
     except ValueError:
-        view.skip()
-        return 0
+        packed = view.unpack()
+        return 0 if packed is None else _count_packed_parts(packed)
     for _ in range(fields):
         if view.unpack() == "parts":
             parts = view.read_array_header()

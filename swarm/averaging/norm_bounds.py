@@ -22,7 +22,7 @@ from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.secure import SecurePlan
 
 _ROUNDING = 1.01
-"""Factor on squares, above what float32 rounding in codecs, sums of 1024 members and measured norms can add."""
+"""Factor on squares, above what float32 rounding in codecs, sums of 4,096 members and measured norms can add."""
 
 _SUBNORMAL = 2.0**-250
 """Added to squares for each value: codecs may round a subnormal float32 up to a multiple of the smallest normal one."""

@@ -26,6 +26,7 @@ from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.timing import MemberTimes
 from shoal.swarm.protocol.types import (
     MAX_DEVICE_W,
+    MAX_STATUSES,
     MAX_TOLD_PATHS,
     RUN_MEMBERS,
     DeviceInfo,
@@ -716,7 +717,7 @@ class Membership:
                 round_s=member.round_s,
                 **time_and_price(member),
             )
-            for peer, member in recorded[: 4 * RUN_MEMBERS]
+            for peer, member in recorded[:MAX_STATUSES]
         )
 
 

@@ -234,9 +234,7 @@ class ScopeHandlers:
             # What was sent a moment ago is on its way. A member that lacks it does not name it in its next heartbeats.
             digest, sent_s = self._sent_plan_at.get(peer, (None, 0.0))
             if digest == view.plan_digest and now_s < sent_s + self.scope.deadlines.heartbeat_s / 2:
-                if self._bare is None or self._bare[0] is not view:
-                    self._bare = view, view.model_copy(update={"plan": None})
-                view = self._bare[1]
+                view = self._without_plan(view)
             else:
                 self._sent_plan_at[peer] = view.plan_digest, now_s
         if view.roster is not None:
@@ -245,6 +243,21 @@ class ScopeHandlers:
             self._whole_roster_from_s[peer] = now_s + self.scope.deadlines.heartbeat_s
         self.known[peer] = view.roster_version, chain, plan
         return CoordinatorToPeerView(view=view)
+
+    def _without_plan(self, view: RunView) -> RunView:
+        if self._bare is None or self._bare[0] is not view:
+            self._bare = view, view.model_copy(update={"plan": None})
+        return self._bare[1]
+
+    async def _answer(self, channel: Channel, peer: str) -> Message:
+        """Return a member's view as the answer to its request, once it has been sent the plan if it lacks that.
+
+        The plan comes as a notice, as one is the same bytes for all members, while each answer is one's own."""
+        told = self.view(peer)
+        if told.view.plan is None:
+            return told
+        await self.service.notify(channel, told, self.scope.number)
+        return CoordinatorToPeerView(view=self._without_plan(told.view))
 
     def is_due(self, peer: str, member: Member) -> bool:
         """Whether to tell a member of a change now.
@@ -372,7 +385,7 @@ class ScopeHandlers:
                 self.service.look_whether_assembled()
                 self._tick_if(self.rounds.stage.is_batch_done())
         self.known[peer] = message.roster_version, message.verdict_chain, message.plan_digest
-        return self.view(peer)
+        return await self._answer(channel, peer)
 
     async def _leave(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorLeave)
@@ -541,7 +554,7 @@ class ScopeHandlers:
                 check_ready(replace(self.rounds.name_of_round, round=message.round), message, certificate)
             self.rounds.ready(peer, message, time.monotonic())
             self._tick_if(self.rounds.is_complete())
-        return self.view(peer)
+        return await self._answer(channel, peer)
 
     async def _report(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorRoundReport)
@@ -560,7 +573,7 @@ class ScopeHandlers:
         if message.plan_digest is not None:
             roster_version, chain, _ = self.known.get(peer, (-1, None, None))
             self.known[peer] = roster_version, chain, message.plan_digest
-        return self.view(peer)
+        return await self._answer(channel, peer)
 
     async def _secure_step(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorSecureStep)

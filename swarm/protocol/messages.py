@@ -41,6 +41,7 @@ from shoal.swarm.protocol.types import (
     MAX_RUN_RELAYS,
     MAX_SECONDS,
     MAX_STAGES,
+    MAX_STATUSES,
     MAX_TENSORS,
     MAX_TOKEN_BYTES,
     MAX_UNDONE_RANGES,
@@ -638,7 +639,7 @@ class CoordinatorToPeerStatus(Message):
     journal: Trouble = ""
     relays: Annotated[tuple[RelayStatus, ...], Field(max_length=MAX_RUN_RELAYS)] = ()
     coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
-    members: Annotated[tuple[MemberStatus, ...], Field(max_length=RUN_MEMBERS * 4)]
+    members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_STATUSES)]
     stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()
     amendments: Amendments = ()
     timing: RoundTiming | None = None

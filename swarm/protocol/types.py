@@ -14,8 +14,11 @@ from shoal.swarm.protocol.addresses import MAX_ADDRESSES, join_host_port
 MAX_MEMBERS = 16_384
 """Most members that a plan can name. Runs take fewer (``RUN_MEMBERS``), simulations do not."""
 
-RUN_MEMBERS = 1024
-"""Most members of a role in a run."""
+RUN_MEMBERS = 4096
+"""Most members of a role in a run: the view of a newcomer, with plan, verdict and roster of so many, fits a message."""
+
+MAX_STATUSES = 2 * RUN_MEMBERS
+"""Most members in a status, those that have left included."""
 
 MAX_PARTS = 2 * MAX_MEMBERS  # rows of unequal size have some more parts than members
 MAX_STAND_INS = 3

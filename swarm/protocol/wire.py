@@ -20,6 +20,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerView,
     PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorShowVerdict,
 )
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict, VerdictOnPlan
 from shoal.swarm.protocol.types import (
@@ -40,9 +41,9 @@ T = TypeVar("T")
 MAX_MESSAGE_BYTES = 8 * 2**20
 """Largest control message to a caller, which trusts our key; ZeroMQ refuses larger ones before it allocates them."""
 
-MAX_REQUEST_BYTES = 2**20
+MAX_REQUEST_BYTES = 2**21
 """Largest control message to a dialed process, which accepts connections from anybody. The largest in use, a full run's
-verdict, has less than half of that."""
+verdict, has four fifths of that."""
 
 MAX_FRAME_BYTES = 2**15
 """Largest frame of such a message; larger messages are sent in pieces, so ZeroMQ refuses larger frames of callers."""
@@ -57,6 +58,10 @@ _PIECE_BYTES = MAX_FRAME_BYTES - _PIECE.size
 
 MAX_LAYOUT_BYTES = 2**23
 """Largest unpacked layout of a model: 65,536 tensors with names of a hundred characters."""
+
+_LEAST_COMPRESSED, _MOST_EXPANSION = 2**14, 4
+"""Size from which a plan is compressed, and how much larger than its compressed bytes it may be. Not more, so that few
+bytes from outside cost little; real plans have half the size, as keys and signatures are random."""
 
 _MAX_PROBLEMS = 100
 
@@ -96,7 +101,7 @@ def encode(envelope: Envelope, limit_bytes: int | None = None) -> bytes:
     kind = _KINDS.index(envelope.kind)
     head = _packb([PROTOCOL_VERSION, kind, envelope.number, envelope.scope, envelope.run, type(message).__name__])
     if isinstance(message, CoordinatorToPeerView):
-        data = _whole(head, message.view)
+        data = _whole(head, message.view, is_notice=envelope.kind == "notice")
     else:
         data = b"".join([_ARRAY_OF_7, head[1:], _pack(message)])
     if len(data) > (MAX_MESSAGE_BYTES if limit_bytes is None else limit_bytes):
@@ -105,28 +110,26 @@ def encode(envelope: Envelope, limit_bytes: int | None = None) -> bytes:
 
 
 _VIEWS = 16
-_views: dict[int, tuple[RunView, bytes]] = {}
-"""The views that were packed last."""
-
-_notice: tuple[bytes, RunView | None, bytes] = b"", None, b""
-"""Head, view and bytes of the message with a view that was encoded last and may be sent to others, too."""
+_views: dict[int, tuple[RunView, bytes, dict[bytes, bytes]]] = {}
+"""The views that were packed last, each with its bytes, and those of whole notices of it by their head."""
 
 
-def _whole(head: bytes, view: RunView) -> bytes:
-    """Return the message that tells a view, the same object when it is told to one member after the other.
+def _whole(head: bytes, view: RunView, *, is_notice: bool) -> bytes:
+    """Return the message that tells a view, the same object for all to whom the same notice is sent.
 
     Most members are told the same views, and copies of a plan for a thousand of them would wait in memory."""
-    global _notice
-    if _notice[1] is view and _notice[0] == head:
-        return _notice[2]
     known = _views.get(id(view))
     if known is None or known[0] is not view:
         if len(_views) >= _VIEWS:
             del _views[next(iter(_views))]
-        known = _views[id(view)] = view, _pack_fields(view)
-    data = b"".join([_ARRAY_OF_7, head[1:], _VIEW_FIELD, known[1]])
-    _notice = head, view, data
-    return data
+        known = _views[id(view)] = view, _pack_fields(view), {}
+    _, packed, notices = known
+    if head not in notices:
+        data = b"".join([_ARRAY_OF_7, head[1:], _VIEW_FIELD, packed])
+        if not is_notice:
+            return data
+        notices[head] = data
+    return notices[head]
 
 
 def cut(data: bytes) -> list[bytes]:
@@ -175,11 +178,15 @@ def _pack(value: Any) -> bytes:
     match value:
         case None | int() | float() | str() | bytes():
             return _packb(value)
-        case CoordinatorToPeerJoinAccepted() | RunView():
+        case CoordinatorToPeerJoinAccepted() | RunView() | PeerToCoordinatorShowVerdict():
             return _pack_fields(value)
         case RosterDelta():
             return _pack_shared((value,), lambda: _pack_fields(value))
-        case RoundPlan() | Verdict() | VerdictOnPlan() | PipelineView():
+        case Verdict():
+            return _pack_shared((value,), lambda: _pack_fields(value))
+        case RoundPlan():
+            return _pack_shared((value,), lambda: _pack_plan(value))
+        case VerdictOnPlan() | PipelineView():
             return _pack_shared((value,), lambda: _packb(value.model_dump()))
         case (RosterEntry(), *_):
             return _packed_array(value, _pack_entry)
@@ -189,6 +196,8 @@ def _pack(value: Any) -> bytes:
             return _packb(value.model_dump(exclude={"layout"}) | {"layout": _pack_layout(value.layout)})
         case Record():
             return _packb(value.model_dump())
+        case tuple() if any(isinstance(one, Record) for one in value):
+            return _packb([one.model_dump() if isinstance(one, Record) else one for one in value])
     return _packb(value)
 
 
@@ -256,6 +265,42 @@ def _pack_shared(records: tuple[Record, ...], pack: Callable[[], bytes]) -> byte
     return data
 
 
+def _pack_plan(plan: RoundPlan) -> bytes:
+    """Pack a plan; a large one compressed, as each member has to get it: half of it are names and equal values."""
+    data = _packb(plan.model_dump())
+    if len(data) < _LEAST_COMPRESSED:
+        return data
+    small = zlib.compress(data, 1)
+    return _packb(small) if len(data) <= _MOST_EXPANSION * len(small) else data
+
+
+def _unpack_plans(name: str, body: dict[Any, Any]) -> None:
+    """Put plans in the place of compressed ones, in the messages that have any. Raises as ``_unpack_plan``."""
+    if name in (CoordinatorToPeerView.__name__, CoordinatorToPeerJoinAccepted.__name__):
+        view = body.get("view")
+        holders = [(view, "plan"), (view, "expected")]
+        holders.append((view.get("verdict") if isinstance(view, dict) else None, "plan"))
+    elif name == PeerToCoordinatorShowVerdict.__name__:
+        holders = [(body.get("verdict"), "plan")]
+    else:
+        return
+    for holder, field in holders:
+        if isinstance(holder, dict) and isinstance(holder.get(field), bytes):
+            holder[field] = _unpack_plan(holder[field])
+
+
+def _unpack_plan(packed: bytes) -> Any:
+    """Unpack a compressed plan, which may grow by as much as ours do and no more. Raises ``WireError``."""
+    unpacker = zlib.decompressobj()
+    try:
+        data = unpacker.decompress(packed, _MOST_EXPANSION * len(packed))
+    except zlib.error as error:
+        raise WireError("malformed plan: not compressed") from error
+    if not unpacker.eof or unpacker.unused_data:
+        raise WireError("malformed plan: wrong length")
+    return _unpackb(data)
+
+
 def _pack_layout(layout: tuple[TensorSpec, ...]) -> bytes:
     """Pack a layout, compressed as tensor names are repetitive: 65,536 of them have 6 MB, compressed 0.3 MB."""
     fields = []
@@ -296,14 +341,11 @@ def _packb(value: Any) -> bytes:
     return data
 
 
-def decode(data: bytes | memoryview) -> Envelope:
-    """Decode an envelope. Raises ``ProtocolMismatch`` for another version, ``WireError`` for everything else."""
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(data)} bytes is too large")
+def _unpackb(data: bytes | memoryview) -> Any:
     try:
         # Deep nesting makes msgpack raise StackError (a ValueError). Arrays are allocated by their declared
         # length: unlimited, each of many nested headers could claim eight times the size of the whole input.
-        fields: Any = msgpack.unpackb(
+        return msgpack.unpackb(
             data,
             use_list=False,
             strict_map_key=True,
@@ -313,6 +355,13 @@ def decode(data: bytes | memoryview) -> Envelope:
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"not msgpack: {type(error).__name__}") from error
+
+
+def decode(data: bytes | memoryview) -> Envelope:
+    """Decode an envelope. Raises ``ProtocolMismatch`` for another version, ``WireError`` for everything else."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(data)} bytes is too large")
+    fields = _unpackb(data)
     if not isinstance(fields, tuple) or not fields or type(fields[0]) is not int:
         raise WireError("not a Shoal message")
     if fields[0] != PROTOCOL_VERSION:
@@ -342,6 +391,7 @@ def _message(name: str, body: dict[Any, Any]) -> Message:
     try:
         if cls is PeerToCoordinatorDescribeModel and isinstance(body.get("layout"), bytes):
             body["layout"] = _unpack_layout(body["layout"])
+        _unpack_plans(name, body)
         return cls.model_validate(body)
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"malformed {name}: {_first_problem(error)}") from error

@@ -31,7 +31,7 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerPing, RequestFailed
-from shoal.swarm.protocol.types import Address, Message
+from shoal.swarm.protocol.types import RUN_MEMBERS, Address, Message
 from shoal.swarm.protocol.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Envelope, decode
 from shoal.swarm.transport.caller_socket import CallerSocket
 from shoal.swarm.transport.channel import Channel
@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Channel, Message], Awaitable[Message | None]]
 
-MAX_CHANNELS = 4096
+MAX_CHANNELS = 3 * RUN_MEMBERS
 """Most incoming channels; of more, the idle ones that were silent for longest are forgotten."""
 
-MAX_HANDLERS = 4096
-"""Most handlers that run at once: a thousand members may each have sent a few requests."""
+MAX_HANDLERS = 4 * RUN_MEMBERS
+"""Most handlers that run at once: all members of a full run may each have sent a few requests."""
 
 MAX_HANDLERS_PER_RUN = MAX_HANDLERS // 2
 """Of those, most of one run of a coordinator: who floods it leaves room for the others."""

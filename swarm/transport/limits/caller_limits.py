@@ -24,7 +24,7 @@ STRANGER_CONNECTION_BYTES = 2**16
 of frames of one message, so only the kernel's count of received bytes shows them."""
 
 MEMBER_BACKLOG_BYTES = 2**23
-"""Most bytes of one member's connection that may wait to be read, parts of an unfinished message included: eight times
+"""Most bytes of one member's connection that may wait to be read, parts of an unfinished message included: four times
 the largest message."""
 
 MEMBERS_BACKLOG_BYTES = 2**26

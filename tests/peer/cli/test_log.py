@@ -308,8 +308,9 @@ def test_only_the_last_rounds_shown_are_checked_from_the_first(tmp_path: Path) -
 
 def test_a_large_swarm_fits(tmp_path: Path) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz234567"
-    peers = sorted(f"{letters[n // 32]}{letters[n % 32]}" * 8 for n in range(RUN_MEMBERS))
+    names = (letters[n // 1024] + letters[n // 32 % 32] + letters[n % 32] for n in range(RUN_MEMBERS))
+    peers = sorted(name * 5 + "a" for name in names)
     members = tuple(PlanMember(peer=peer, weight_tokens=1) for peer in peers)
     verdicts = history({"plan": PLAN.model_copy(update={"members": members})})
-    assert "1024: " in shown(written(tmp_path, verdicts))
-    assert "1024 ≤0%" in shown(tmp_path, 80)
+    assert f"{RUN_MEMBERS}: " in shown(written(tmp_path, verdicts))
+    assert f"{RUN_MEMBERS} ≤0%" in shown(tmp_path, 80)

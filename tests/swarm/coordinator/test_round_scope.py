@@ -29,8 +29,7 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease
 from shoal.swarm.protocol.rounds import RoundPlan
-from shoal.swarm.protocol.run_file import AccessSection
-from shoal.swarm.protocol.types import MAX_TROUBLE, RUN_MEMBERS, SampleRange, TensorSpec
+from shoal.swarm.protocol.types import MAX_TROUBLE, SampleRange, TensorSpec
 from shoal.swarm.sample_ranges import merge, overlap, to_wire
 
 
@@ -138,9 +137,9 @@ def test_a_trainers_identity_does_not_observe() -> None:
 
 
 def test_a_full_run() -> None:
-    access = AccessSection(members_per_network=2 * RUN_MEMBERS, members_without_credit=RUN_MEMBERS)
-    world = World(run_file().model_copy(update={"access": access}), 1)
-    for number in range(RUN_MEMBERS - 1):
+    world = World(run_file(), 1)
+    world.scope.membership.places = 40
+    for number in range(39):
         name = (
             "x" * 14
             + "abcdefghijklmnopqrstuvwxyz234567"[number // 32]
@@ -151,15 +150,16 @@ def test_a_full_run() -> None:
     with pytest.raises(TryLater, match="full"):
         world.scope.admission.join(entry(1, 1), CPU, world.now_s)
     world.scope.admission.join(entry(2, 1, "observer"), CPU, world.now_s)
-    assert len(world.view(world.workers[0]).roster or ()) == RUN_MEMBERS + 1
+    assert len(world.view(world.workers[0]).roster or ()) == 40 + 1
     world.leave(world.workers[0])
     world.scope.admission.join(entry(1, 1), CPU, world.now_s)
 
 
-def test_many_have_come_and_gone() -> None:
+def test_many_have_come_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.swarm.coordinator.membership.MAX_STATUSES", 1100)
     world = World(run_file(), 1)
     letters = "abcdefghijklmnopqrstuvwxyz234567"
-    for number in range(4 * RUN_MEMBERS + 10):
+    for number in range(1100 + 10):
         name = "x" * 13 + letters[number // 1024] + letters[number // 32 % 32] + letters[number % 32]
         other = entry(9, 100 + number).model_copy(update={"peer": name})
         world.scope.admission.join(other, CPU, world.now_s)
@@ -167,7 +167,7 @@ def test_many_have_come_and_gone() -> None:
         world.scope.admission.leave(name, "", world.now_s)
     world.machine.log.take()
     members = world.scope.status(world.now_s).members
-    assert len(members) == 4 * RUN_MEMBERS
+    assert len(members) == 1100
     assert [one.peer for one in members if one.alive] == [peer_name(0)]
 
 

@@ -168,22 +168,29 @@ def test_a_plan_is_sent_once_while_it_is_on_its_way_and_again_to_a_member_that_d
                 parts=(Part(owner=0, start=0, stop=8),),
             )
             scope.round.plan, scope.round.phase = plan, "averaging"
-            channel: Any = SimpleNamespace(remote_key=entry(0).certificate.curve_key)
+            notices: list[Any] = []
+
+            async def notify(message: Any, scope: int) -> None:
+                notices.append(message)
+
+            channel: Any = SimpleNamespace(remote_key=entry(0).certificate.curve_key, notify=notify)
             handlers, now_s = service.handlers[0], [1000.0]
             monkeypatch.setattr("shoal.swarm.coordinator.service.time.monotonic", lambda: now_s[0])
 
-            async def told(**knows: Any) -> RunView:
+            async def told(**knows: Any) -> list[RunView]:
+                """Views before the answer, which has no plan of its own."""
+                notices.clear()
                 answer: Any = await handlers._heartbeat(channel, heartbeat().model_copy(update=knows))
-                assert answer.view.plan_digest == plan_digest(plan)
-                view: RunView = answer.view
-                return view
+                assert (answer.view.plan, answer.view.plan_digest) == (None, plan_digest(plan))
+                assert [one.view.model_copy(update={"plan": None}) for one in notices] == [answer.view] * len(notices)
+                return [one.view for one in notices]
 
-            assert (await told()).plan == plan
-            assert (await told()).plan is None, "it was sent a moment ago"
+            assert [one.plan for one in await told()] == [plan]
+            assert await told() == [], "it was sent a moment ago"
             now_s[0] += scope.deadlines.heartbeat_s
-            assert (await told(plan_digest=bytes(32))).plan == plan, "it may have got lost"
+            assert [one.plan for one in await told(plan_digest=bytes(32))] == [plan], "it may have got lost"
             now_s[0] += scope.deadlines.heartbeat_s
-            assert (await told(plan_digest=plan_digest(plan))).plan is None
+            assert await told(plan_digest=plan_digest(plan)) == []
         journal.close()
 
     asyncio.run(main())

@@ -1,5 +1,6 @@
 import struct
 import zlib
+from random import Random
 from typing import Any
 
 import msgpack
@@ -15,11 +16,21 @@ from shoal.swarm.protocol.messages import (
     PROTOCOL_VERSION,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorLeave,
+    PeerToCoordinatorShowVerdict,
     PeerToPeerOpenStream,
     PeerToPeerPing,
     RequestFailed,
 )
-from shoal.swarm.protocol.types import MAX_STAGES, MAX_TENSORS, Blob, Message, TensorSpec
+from shoal.swarm.protocol.rounds import Part, PartMaker, PlanMember, RoundPlan, Verdict
+from shoal.swarm.protocol.types import (
+    MAX_CLAIM_BYTES,
+    MAX_STAGES,
+    MAX_TENSORS,
+    RUN_MEMBERS,
+    Blob,
+    Message,
+    TensorSpec,
+)
 from shoal.swarm.protocol.wire import (
     MAX_FRAME_BYTES,
     MAX_LAYOUT_BYTES,
@@ -286,6 +297,86 @@ def test_pieces_of_no_good_size() -> None:
     too_large = struct.pack(">BII", 0xC1, MAX_REQUEST_BYTES + 1, 0) + bytes(MAX_FRAME_BYTES - 9)
     for frame in (too_large, cut(bytes(2 * MAX_FRAME_BYTES))[0][:-1], struct.pack(">BII", 0xC1, 0, 0) + b"x"):
         assert take(Assembly(), frame) is None
+
+
+# Plans --------------------------------------------------------------------------------------------------
+
+
+def large_verdict(members: int, parts: int) -> Verdict:
+    """A verdict as real ones are: what members say of their contributions is random."""
+    draws, letters = Random(1), str.maketrans("0189", "ghij")
+    stand_ins = tuple(range(min(3, members)))
+    plan = RoundPlan(
+        round=0,
+        anchor_version=0,
+        state_digest=bytes(32),
+        chunk_elements=4096,
+        members=tuple(
+            PlanMember(
+                peer=peer,
+                weight_tokens=10**6 + number,
+                norms=draws.randbytes(MAX_CLAIM_BYTES),
+                root=draws.randbytes(32),
+                identity_key=draws.randbytes(32),
+                signature=draws.randbytes(64),
+            )
+            for number, peer in enumerate(sorted(f"{number:016x}".translate(letters) for number in range(members)))
+        ),
+        parts=tuple(Part(owner=at, stand_ins=stand_ins, start=at * 4096, stop=(at + 1) * 4096) for at in range(parts)),
+    )
+    makers = tuple(PartMaker(member=at, chunks=((at, at + 1),), signature=draws.randbytes(64)) for at in range(parts))
+    digests = tuple(draws.randbytes(32) for _ in range(parts))
+    return Verdict(
+        round=0,
+        committed=True,
+        reason="",
+        anchor_version=1,
+        plan=plan,
+        digests=digests,
+        makers=makers,
+        tokens=1,
+        tokens_total=1,
+        loss=1.0,
+        ended_s=1.7e9,
+        sent_bytes=0,
+        previous_chain=bytes(32),
+        chain=bytes(32),
+        signature=bytes(64),
+    )
+
+
+def test_plans_of_the_most_members_fit_and_small_ones_are_not_compressed() -> None:
+    verdict = large_verdict(RUN_MEMBERS, RUN_MEMBERS)
+    shown = Envelope("request", 1, PeerToCoordinatorShowVerdict(verdict=verdict))
+    data = encode(shown)
+    assert len(data) < 0.9 * MAX_REQUEST_BYTES
+    assert decode(data) == shown
+    few = large_verdict(3, 3)
+    shown = Envelope("request", 1, PeerToCoordinatorShowVerdict(verdict=few))
+    assert b"weight_tokens" in encode(shown)
+    assert decode(encode(shown)) == shown
+
+
+def test_hostile_plans() -> None:
+    def said(plan: bytes) -> bytes:
+        shown = Envelope("request", 1, PeerToCoordinatorShowVerdict(verdict=large_verdict(3, 3)))
+        fields = msgpack.unpackb(encode(shown), use_list=False)
+        fields[-1]["verdict"]["plan"] = plan
+        return msgpack.packb(fields)
+
+    whole = msgpack.packb(large_verdict(3, 3).plan.model_dump())
+    assert decode(said(zlib.compress(whole))).message.verdict == large_verdict(3, 3)
+    for plan in (
+        b"",
+        b"no plan",
+        zlib.compress(whole)[:-1],
+        zlib.compress(whole) + b"a",
+        zlib.compress(bytes(2**24)),
+        zlib.compress(msgpack.packb(7)),
+        zlib.compress(b"\xc1"),
+    ):
+        with pytest.raises(WireError):
+            decode(said(plan))
 
 
 # Layouts ------------------------------------------------------------------------------------------------
