@@ -36,7 +36,6 @@ from shoal.peer.demo.processes import Child
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.invite import Invite
 
-PATIENCE_S = 20.0
 _MAX_SOCKETS = 60_000
 PEERS_JOINING_AT_ONCE = 8
 """Peers of one process that join at the same time."""
@@ -105,18 +104,18 @@ def sample(pid: int) -> Sample:
 
 def limit_s(rounds: int, options: Any) -> float:
     """Time limit from the start of the first round on, for busy machines."""
-    return float((1 + rounds) * (2 * options.work_s + options.exchange_s + 4 * PATIENCE_S))
+    return float((1 + rounds) * (2 * options.work_s + options.exchange_s + 4 * options.patience_s))
 
 
 def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:
     """Measure one row of the table: ``rounds`` rounds after one to warm up."""
     context = multiprocessing.get_context("spawn")
-    deadlines = Deadlines(PATIENCE_S)
+    deadlines = Deadlines(options.patience_s)
     habits = Habits(options.elements, options.work_s, options.exchange_s, deadlines.heartbeat_s, deadlines.request_s)
     share = LEASES_PER_ROUND * SAMPLES_PER_LEASE * TOKENS_PER_SAMPLE
     with tempfile.TemporaryDirectory() as name:
         run_file = Path(name) / "run.toml"
-        run_file.write_text(RUN_FILE.format(rounds=rounds + 1, tokens=peers * share, patience_s=PATIENCE_S))
+        run_file.write_text(RUN_FILE.format(rounds=rounds + 1, tokens=peers * share, patience_s=options.patience_s))
         host = Child(
             "host",
             Path(name) / "host",
@@ -224,6 +223,7 @@ def main() -> None:
     arguments.add_argument("--elements", type=int, default=50_000_000, help="of the model that nobody has")
     arguments.add_argument("--work-s", type=float, default=15.0, help="of pretended training a round")
     arguments.add_argument("--exchange-s", type=float, default=1.0, help="of pretended averaging a round")
+    arguments.add_argument("--patience-s", type=float, default=20.0, help="of the run file; heartbeats follow from it")
     arguments.add_argument("--processes", type=int, default=2, help="that the peers are spread over")
     arguments.add_argument("--log", type=Path, help="keep the coordinator's log here")
     options = arguments.parse_args()
