@@ -42,6 +42,8 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.statements import PlanStatement, RoundName, plan_digest
+from shoal.swarm.secure.signed_sets import fault_of, groups_of
 from shoal.swarm.system import run_loop
 
 _EXPECTED = (
@@ -263,7 +265,23 @@ def round_details(verdict: Verdict) -> RenderableType:
     if plan is None:
         return Group(head, Text("\nnobody had anything to contribute", style="yellow"))
     head.add_row("from", Text.assemble(f"version {plan.anchor_version}, state ", plan.state_digest.hex()))
+    if plan.secure is not None:
+        head.add_row("masked", _masked(verdict, plan))
     return Group(head, Text(), _members(plan), _parts(plan, verdict.digests))
+
+
+def _masked(verdict: Verdict, plan: RoundPlan) -> Text:
+    """Show whose masked contributions the means of a secure round are of, and whether these have signed for that."""
+    signed = verdict.signed_sets
+    if signed is None:
+        return Text("nothing was opened", style="yellow")
+    about = PlanStatement(RoundName(verdict.run_hash, verdict.stage, verdict.round), plan_digest(plan))
+    included, fault = {one for each in signed.sets for one in each}, fault_of(about, plan, signed)
+    if fault:
+        return Text(f"{fault}", style="red")
+    groups = groups_of(about, plan, signed)
+    text = f"the work of {len(included)} of {len(plan.members)} members, in {len(groups)} groups"
+    return Text.assemble(text, (f"  ✓ {len(signed.consents)} signed", "green"))
 
 
 def _members(plan: RoundPlan) -> Table:

@@ -54,6 +54,7 @@ from shoal.swarm.sample_ranges import from_wire
 from shoal.swarm.secure.member import SecureMember
 from shoal.swarm.secure.reveal_record import RevealRecord
 from shoal.swarm.secure.round_keys import fresh_nonce
+from shoal.swarm.secure.signed_sets import fault_of as fault_of_sets
 from shoal.swarm.token_buckets import TokenBuckets
 from shoal.swarm.transport.node import Endpoint
 
@@ -217,8 +218,8 @@ class Averager:
         if offer.weight_tokens:
             self._claim = await self.round_feedback.begin(offer, self._joins)
             if self._is_secure:  # nothing of a contribution is said, or encoded, before it is masked
-                if self.reveal_record.is_spent(offer.state_digest, from_wire(offer.ranges)):
-                    return Resync("these samples were trained on from this anchor before, for a sum that may be known")
+                if self.reveal_record.is_spent(from_wire(offer.ranges)):
+                    return Resync("these samples were trained on before, for a sum that may be known")
                 await self._await_draw(number)
                 self._claim, self._nonce = b"", fresh_nonce()
             else:
@@ -467,6 +468,7 @@ class Averager:
         end = functools.partial(self.round_feedback.end, planned=planned, ours=ours)
         await in_thread(end, offer, exchange, self._joins)
         if verdict.plan.secure is not None:
+            await in_thread(self._compare_sets, verdict, exchange)
             self._scales = await in_thread(scales_after, self._stores[offer.round])
             self._rounds_with.update(one.peer for one in verdict.plan.members)
         self.round_feedback.measure()
@@ -475,6 +477,22 @@ class Averager:
             self.auditor.offer(self._stores[offer.round], verdict)
         await self._keep_contribution(offer.round, is_in_mean=planned)
         return Committed(mean, verdict, included=planned)
+
+    def _compare_sets(self, verdict: Verdict, exchange: AllReduce | SecureExchange | None) -> None:
+        """Say so if the means of a committed secure round are of other sets than ours, or of such that too few have
+        signed. The bytes are those that most members have accepted, so they stay."""
+        plan, signed, number, store = verdict.plan, verdict.signed_sets, verdict.round, self._stores[verdict.round]
+        assert plan is not None
+        about = PlanStatement(self._client.round_name(number), plan_digest(plan))
+        means = [
+            {one for chunk in store.chunks_of(part) for one in store.header(chunk).included} for part in plan.parts
+        ]
+        fault = "the verdict names no sets" if signed is None else fault_of_sets(about, plan, signed, means)
+        member = exchange.member if isinstance(exchange, SecureExchange) else None
+        if not fault and signed is not None and member is not None and member.has_signed_others(signed):
+            fault = "enough members have signed these sets, but we have others: the host has shown both"
+        if fault:
+            log.error("round %d: %s", number, fault)
 
     async def _keep_contribution(self, number: int, *, is_in_mean: bool) -> None:
         """Keep what we have brought to a committed round for validators, and drop what they cannot score any more."""

@@ -273,7 +273,7 @@ class SecureExchange:
             for part in order:
                 chunks = self.store.chunks_of(self._plan.parts[part])
                 self._source.put(chunks, await in_thread(self._masked, part))
-        except (CodecError, StorageError) as error:
+        except (CodecError, SecureRefused, StorageError) as error:
             self._exchange.trouble = str(error)
             self._refuse()
 

@@ -565,7 +565,10 @@ class RoundScope:
         level = level_of(plan.members, members, power)
         usual = usual_norm(plan.members, plan.rho, level)
         suspects = tuple(peer for peer in suspects_of(plan, members, power) if peer not in lost)
-        self.retrained.lose([one for peer in lost for one in ranges.pop(peer)])
+        gone = {peer: ranges.pop(peer) for peer in lost}
+        for peer, mine in gone.items() if plan.secure is not None else ():
+            self.leases.commit(peer, mine)  # they may have left masked: nobody trains on them again
+        self.retrained.lose([one for mine in gone.values() for one in mine] if plan.secure is None else [])
         for planned in plan.members:
             if planned.peer in ranges:
                 self.leases.commit(planned.peer, ranges[planned.peer])
@@ -1552,7 +1555,7 @@ class RoundScope:
 
         ``went_back``: only with a judgement that aborts the round; then the version is that of its vouched round."""
         work = credit_of(self.membership.members, self.round.reports)
-        plan, lost = self.round.plan, lost_work(self.round, judgement.digests, work)
+        board, plan, lost = self.round.board, self.round.plan, lost_work(self.round, judgement.digests, work)
         weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
         tokens = sum(weight for peer, weight in weights.items() if peer not in lost) if judgement.committed else 0
         version, total = self.anchor_version + judgement.committed, self.tokens_committed + tokens
@@ -1568,7 +1571,8 @@ class RoundScope:
             makers=makers_of(plan, self.round.reports, judgement.digests) if plan and judgement.committed else (),
             tokens=tokens,
             tokens_total=total,
-            spent=not judgement.committed and self.round.board is not None and self.round.board.may_be_masked,
+            spent=not judgement.committed and board is not None and board.may_be_masked,
+            signed_sets=board.signed() if board is not None else None,
             loss=self.round.loss if judgement.committed else None,
             ended_s=round(self.log.unix_s, 3),
             sent_bytes=self.admission.sent_bytes.take(),

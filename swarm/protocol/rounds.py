@@ -7,7 +7,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shoal.swarm.protocol.secure import MAX_SCALES, MOST_MEMBERS, SecurePlan, excess_weights, fewest_members
+from shoal.swarm.protocol.secure import (
+    MAX_SCALES,
+    MOST_MEMBERS,
+    SecurePlan,
+    SignedSets,
+    excess_weights,
+    fewest_members,
+)
 from shoal.swarm.protocol.types import (
     MAX_CHUNK_ELEMENTS,
     MAX_DETOURS,
@@ -215,7 +222,8 @@ class Verdict(Record):
     members have reported them since the previous verdict. ``anchor_version``: the run's version from now on, one higher
     when committed, the same when aborted, and lower where an aborted round ends with a rollback, which also lowers
     ``tokens_total``. ``spent``: an aborted secure round in which masked contributions may have left their members: the
-    work of its plan is lost, and never offered again. ``stage``, of a pipeline: the stage whose round it is;
+    work of its plan is lost, and never offered again. ``signed_sets``, of a secure round: whose masked contributions
+    its means are of, once that was fixed. ``stage``, of a pipeline: the stage whose round it is;
     ``together``: hash over the verdicts of all stages on this round (``verdict_chain.tied_together``). ``amended``:
     settings of this round that differ from the run file (``amendments.py``). ``epoch``: fencing epoch of the
     coordinator that gave it; it never falls along a chain."""
@@ -230,6 +238,7 @@ class Verdict(Record):
     tokens: Count
     tokens_total: Count
     spent: bool = False
+    signed_sets: SignedSets | None = None
     loss: Loss | None
     ended_s: UnixTime
     sent_bytes: Count
@@ -249,6 +258,10 @@ class Verdict(Record):
             one is not None and one.member >= members for one in self.makers
         ):
             raise ValueError("makers: expected members of the plan, for its parts")
+        if self.signed_sets is not None and self.plan is not None:
+            named = [*self.signed_sets.senders, *(one.member for one in self.signed_sets.consents)]
+            if self.plan.secure is None or len(self.signed_sets.nonces) != members or max(named, default=0) >= members:
+                raise ValueError("signed_sets: expected those of the plan's members, in a secure round")
         return self
 
 

@@ -120,6 +120,18 @@ class Consent(Record):
     signature: Signature
 
 
+class SignedSets(Record):
+    """What a round's verdict names of its sets, so that anybody can see whose masked contributions its means are of.
+
+    ``nonces``: of all members of the plan, from which the groups follow; ``consents``: the signatures for these senders
+    and sets (``secure.signed_sets``)."""
+
+    nonces: Annotated[tuple[Digest, ...], Field(max_length=MOST_MEMBERS)]
+    senders: Members
+    sets: Sets
+    consents: Annotated[tuple[Consent, ...], Field(max_length=MOST_MEMBERS)]
+
+
 class Revealed(Record):
     """A member's shares that open its group's sum of one part: 33 bytes for each sender of the group, in their order.
 

@@ -22,6 +22,7 @@ from shoal.swarm.protocol.secure import (
     SecureKeys,
     SecureStage,
     SetsStatement,
+    SignedSets,
     UnopenedSecret,
     commitment,
     fewest_groups,
@@ -299,6 +300,14 @@ class SecureBoard:
     def _begin(self, stage: SecureStage, now_s: float) -> None:
         self.stage, self.since_s = stage, now_s
 
+    def signed(self) -> SignedSets | None:
+        """Return the fixed sets with the signatures that there are for them; None before they are fixed."""
+        if not self.sets:
+            return None
+        nonces = tuple(self._keys[one].nonce for one in sorted(self._keys))
+        consents = tuple(Consent(member=one, signature=by) for one, by in sorted(self._consents.items()))
+        return SignedSets(nonces=nonces, senders=self.senders, sets=self.sets, consents=consents)
+
     # What members see
 
     def show(self, peer: str, wants: str) -> CoordinatorToPeerSecureBoard:
@@ -314,8 +323,8 @@ class SecureBoard:
             sealed = [self._sealed[one][member].model_copy(update={"member": one}) for one in senders]
             return shown.model_copy(update={"sealed": tuple(sealed)})
         if wants == "consents" and stage >= SecureStage.UNMASK:
-            signed = sorted(self._consents.items())
-            return shown.model_copy(update={"consents": tuple(Consent(member=one, signature=by) for one, by in signed)})
+            signed = self.signed()
+            return shown.model_copy(update={"consents": signed.consents if signed is not None else ()})
         if wants == "revealed" and stage >= SecureStage.OPEN:
             owned = [index for index, part in enumerate(self._plan.parts) if part.owner == member]
             revealed = tuple(

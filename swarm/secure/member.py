@@ -22,6 +22,7 @@ from shoal.swarm.protocol.secure import (
     SecureKeys,
     SecureStage,
     SetsStatement,
+    SignedSets,
     UnopenedSecret,
     commitment,
     first_scales,
@@ -225,7 +226,8 @@ class SecureMember:
     def masks(self, part: int) -> list[tuple[bytes, int]]:
         """Return the keys of the masks on our codes of a part. From now on our contribution counts as sent.
 
-        Only for a sender that has its group's shares. Raises ``StorageError`` of the record. For a worker thread."""
+        Only for a sender that has its group's shares. Raises ``SecureRefused`` where another process with our identity
+        has masked work on the same samples, and ``StorageError`` of the record. For a worker thread."""
         assert self.can_mask
         masks = self._secrets.masks(part, self.senders_of(self.group), [one.mask_keys[part] for one in self.keys])
         if not self._is_masking:
@@ -285,6 +287,10 @@ class SecureMember:
         return b"".join(opening)
 
     # What the verdict leaves
+
+    def has_signed_others(self, signed: SignedSets) -> bool:
+        """Whether we have signed other sets in this round than these."""
+        return self._consent is not None and (self.senders, self.sets) != (signed.senders, signed.sets)
 
     @property
     def has_masked(self) -> bool:

@@ -2,14 +2,16 @@
 
 It never signs other sets for one of these rounds, not even as a second process with the same identity. One that starts
 again, or is set back to an earlier moment, has no keys of before (``round_keys.py``) and could reveal nothing. And it
-never offers work on the same samples from the same anchor again: done
-anew, it is nearly the same work, so two sums that differ by it alone would show it.
+never offers work on the same samples again, from the same anchor or another: done anew, it is nearly the same work, so
+two sums that differ by it alone would show it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgpack
@@ -30,7 +32,7 @@ _LOCK_S = 5.0
 """Time to wait for another process that signs."""
 
 _ANCHORS = 64
-"""Anchors whose spent samples are remembered: more than a run goes back."""
+"""Anchors whose spent samples are remembered: from one as far back, work on the same samples is quite another."""
 
 
 class RevealRecord:
@@ -45,8 +47,7 @@ class RevealRecord:
         if path is None:
             return
         try:
-            if self._spent_path.exists():
-                self._spent = _unpack(self._spent_path.read_bytes())
+            self._read_spent()
             data = path.read_bytes() if path.exists() else b""
             self._read(data)
             if len(data) > 2 * _KEPT * _LINE_BYTES or len(data) % _LINE_BYTES:
@@ -63,24 +64,47 @@ class RevealRecord:
         """Whether any work from the state with this digest has left masked."""
         return anchor in self._spent
 
-    def is_spent(self, anchor: bytes, ranges: Ranges) -> bool:
-        """Whether any work on these samples, from the state with this digest, has left masked."""
+    def is_spent(self, ranges: Ranges) -> bool:
+        """Whether any work on these samples has left masked, whatever the anchor: from another one it may be nearly the
+        same."""
         mine = merge(ranges)
-        return count(subtract(mine, self._spent.get(anchor, []))) < count(mine)
+        before = merge(one for spent in self._spent.values() for one in spent)
+        return count(subtract(mine, before)) < count(mine)
 
     def spend(self, anchor: bytes, ranges: Ranges) -> None:
         """Record that work on these samples is about to leave; on the disk when this returns.
 
-        Raises ``StorageError``."""
+        Raises ``SecureRefused`` if such work has left before, also that of another process, and ``StorageError``."""
+        if self._path is None:
+            self._spend(anchor, ranges)
+            return
+        with self._locked():
+            self._read_spent()
+            self._spend(anchor, ranges)
+            durable.put(self._spent_path, msgpack.packb(list(self._spent.items())), 0o600)
+
+    def _spend(self, anchor: bytes, ranges: Ranges) -> None:
+        if self.is_spent(ranges):
+            raise SecureRefused("work on these samples has left masked before, by this process or another one")
         spent = merge([*self._spent.pop(anchor, []), *ranges])
         kept = list(self._spent.items())[-_ANCHORS + 1 :]
         self._spent = {**dict(kept), anchor: spent}
-        if self._path is None:
-            return
+
+    def _read_spent(self) -> None:
+        if self._spent_path.exists():
+            self._spent = _unpack(self._spent_path.read_bytes())
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the files against other processes with this identity. Raises ``StorageError`` for what fails inside."""
+        from filelock import FileLock, Timeout  # slow to import
+
+        assert self._path is not None
         try:
-            durable.put(self._spent_path, msgpack.packb(list(self._spent.items())), 0o600)
-        except OSError as error:
-            raise StorageError(f"{self._spent_path}: spent samples cannot be recorded: {error}") from error
+            with FileLock(self._path.with_name(self._path.name + ".lock"), timeout=_LOCK_S, thread_local=False):
+                yield
+        except (OSError, Timeout) as error:
+            raise StorageError(f"{self._path}: the record of secure rounds cannot be written: {error}") from error
 
     def has(self, name: RoundName) -> bool:
         """Whether sets of this round were signed before."""
@@ -94,22 +118,17 @@ class RevealRecord:
         if self._path is None:
             self._note(name, key, digest)
             return
-        from filelock import FileLock, Timeout  # slow to import
-
-        try:
-            with FileLock(self._path.with_name(self._path.name + ".lock"), timeout=_LOCK_S, thread_local=False):
-                is_new = not self._path.exists()
-                self._read(b"" if is_new else self._path.read_bytes())  # another process may have signed
-                if self._note(name, key, digest):
-                    descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags(), 0o600)
-                    try:
-                        durable.append(descriptor, key + digest)
-                    finally:
-                        os.close(descriptor)
-                    if is_new:
-                        durable.sync_folder(self._path.parent)
-        except (OSError, Timeout) as error:
-            raise StorageError(f"{self._path}: the record of secure rounds cannot be written: {error}") from error
+        with self._locked():
+            is_new = not self._path.exists()
+            self._read(b"" if is_new else self._path.read_bytes())  # another process may have signed
+            if self._note(name, key, digest):
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags(), 0o600)
+                try:
+                    durable.append(descriptor, key + digest)
+                finally:
+                    os.close(descriptor)
+                if is_new:
+                    durable.sync_folder(self._path.parent)
 
     def _note(self, name: RoundName, key: bytes, digest: bytes) -> bool:
         """Note signed sets in memory; returns whether they are new."""

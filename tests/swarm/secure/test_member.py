@@ -520,6 +520,22 @@ def test_the_record_is_one_of_sets_by_round(tmp_path: Path) -> None:
     assert not again.has(RoundName(b"r" * 32, None, 8))
 
 
+def test_two_processes_with_one_identity_never_mask_work_on_the_same_samples(tmp_path: Path) -> None:
+    """Neither overwrites what the other has recorded, and who comes second is refused before anything leaves."""
+    one, two = RevealRecord(tmp_path / "record"), RevealRecord(tmp_path / "record")
+    one.spend(b"a" * 32, [(0, 10)])
+    two.spend(b"b" * 32, [(20, 30)])
+    with pytest.raises(SecureRefused, match="has left masked before"):
+        two.spend(b"b" * 32, [(9, 11)])
+    with pytest.raises(SecureRefused):
+        one.spend(b"c" * 32, [(25, 26), (40, 50)])
+    again = RevealRecord(tmp_path / "record")
+    assert again.has_spent(b"a" * 32)
+    assert again.is_spent([(0, 1)])
+    assert again.is_spent([(29, 40)])
+    assert not again.is_spent([(10, 20), (40, 50)]), "what was refused has not left"
+
+
 # What a coalition sees ----------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorSecureStep
 from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.protocol.secure import SecureStage, first_scales
+from shoal.swarm.protocol.secure import SecureStage, SignedSets, first_scales
 from shoal.swarm.secure.board import SecureBoard, SecureFailure
 from shoal.swarm.secure.groups import MaskingGroup
 from shoal.swarm.secure.member import SecureMember
@@ -284,21 +284,22 @@ def test_an_aborted_round_is_lost_and_no_more(monkeypatch: pytest.MonkeyPatch) -
     run_virtual(main())
 
 
-def test_work_on_spent_samples_is_not_offered_from_the_same_anchor() -> None:
-    """A host would lease them once more, after an abort, to know one contribution by the difference."""
+@pytest.mark.parametrize("anchor", [b"", bytes(32)])
+def test_work_on_spent_samples_is_not_offered_again(anchor: bytes) -> None:
+    """A host would lease them once more, after an abort, to know one contribution by the difference: from the same
+    anchor, or from one that has hardly moved."""
 
     async def main() -> None:
         async with swarm(4, toml(40), ELEMENTS) as run:
             await together(*[one.work(10) for one in run.members])
             (start, _stop), *_ = run[1].done
-            run[1].averager.reveal_record.spend(run[1].digest, [(start, start + 1)])
+            run[1].averager.reveal_record.spend(anchor or run[1].digest, [(start, start + 1)])
             outcome = await run[1].average(contribution(1))
             assert isinstance(outcome, Resync)
             assert run[1].peer not in run.coordinator.machine.scope.round.ready
             run[1].averager.reveal_record = RevealRecord(None)
-            run[1].averager.reveal_record.spend(bytes(32), run[1].done)
             outcomes = await together(*[one.average(contribution(0)) for one in run.members])
-            assert all(isinstance(one, Committed) for one in outcomes), "from another anchor it is other work"
+            assert all(isinstance(one, Committed) for one in outcomes)
 
     run_virtual(main())
 
@@ -547,6 +548,60 @@ def test_a_coordinator_that_is_killed_at_each_stage(moment: SecureStage) -> None
             first = outcomes[0]
             assert isinstance(first, Committed)
             assert (first.mean.whole().double() - expected).abs().max() < 2 * UNIT["int8"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("moment", [SecureStage.MASKS, SecureStage.SETS])
+def test_what_a_dead_member_had_masked_is_trained_by_nobody_else(moment: SecureStage) -> None:
+    """Its samples may be in a sum, so the same work by another member would show it."""
+
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            outcomes = await survive(run, run[2], at_stage(run, moment))
+            assert all(isinstance(one, Committed) for one in outcomes)
+            alive = [one for one in run.members if one is not run[2]]
+            await together(*[one.work(12) for one in alive])
+            samples = {sample for one in alive for samples in one.done for sample in range(*samples)}
+            assert len(samples) == 48
+            assert min(samples) >= 50
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("lie", ["none", "sets", "consents"])
+def test_the_verdict_shows_whose_work_its_means_are_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lie: str
+) -> None:
+    """A host that writes other sets into the chain than members have signed is noticed by each of them."""
+
+    async def main() -> None:
+        signed = SecureBoard.signed
+
+        def written(board: SecureBoard) -> SignedSets | None:
+            real = signed(board)
+            if real is None or lie == "none":
+                return real
+            without = tuple(tuple(one for one in each if one != 2) for each in real.sets)
+            return real.model_copy(update={"sets": without} if lie == "sets" else {"consents": ()})
+
+        async with swarm(5, toml(50), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
+
+            async def lies() -> None:
+                await at_stage(run, SecureStage.OPEN)
+                monkeypatch.setattr(SecureBoard, "signed", written)
+
+            tasks.create_task(lies())
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(5)])
+            assert all(isinstance(one, Committed) for one in outcomes)
+            first = outcomes[0]
+            assert isinstance(first, Committed)
+            about = first.verdict.signed_sets
+            assert about is not None
+            assert about.senders == tuple(range(5))
+            assert set(about.sets) == {tuple(range(5)) if lie != "sets" else (0, 1, 3, 4)}
+            said = [one for one in caplog.records if one.levelname == "ERROR" and "round 0" in one.getMessage()]
+            assert len(said) == (0 if lie == "none" else 5)
 
     run_virtual(main())
 
