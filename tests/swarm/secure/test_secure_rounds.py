@@ -152,7 +152,8 @@ def owned(run: Swarm, plan: RoundPlan, member: SimMember) -> list[tuple[int, int
 
 @pytest.mark.parametrize("moment", [SecureStage.SETS, SecureStage.UNMASK])
 def test_deaths_after_the_sets_cost_only_the_part_of_an_owner(moment: SecureStage) -> None:
-    """The dead one stays in the sum of all other parts. Its own part is void, and spent: nobody offers it again."""
+    """The dead one stays in the sum of all other parts. Its own part is void, as nobody else may open it, and spent:
+    nobody offers it again. Nobody but the dead one is to blame, and the others go on without it."""
 
     async def main() -> None:
         async with swarm(5, toml(50), ELEMENTS) as run:
@@ -174,6 +175,11 @@ def test_deaths_after_the_sets_cost_only_the_part_of_an_owner(moment: SecureStag
             assert (mean[void] == 0).all()
             for one in alive:
                 assert residual(one)[void].abs().max() <= UNIT["int8"] / 2 + 1e-9, "what was cut off, and no more"
+            given = [one for one in run.coordinator.events if isinstance(one, VerdictGiven)][-1]
+            assert {*given.failed, *given.missing} <= {victim.peer}
+            outcomes = await together(*[one.play(contribution(20 + run.index(one)), 10) for one in alive])
+            assert all(isinstance(one, Committed) and None not in one.verdict.digests for one in outcomes)
+            assert in_step(*alive)
 
     run_virtual(main())
 
