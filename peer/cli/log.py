@@ -42,7 +42,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.protocol.statements import PlanStatement, RoundName, plan_digest
+from shoal.swarm.protocol.statements import PlanStatement, name_of, plan_digest
 from shoal.swarm.secure.signed_sets import fault_of, groups_of
 from shoal.swarm.system import run_loop
 
@@ -275,10 +275,10 @@ def _masked(verdict: Verdict, plan: RoundPlan) -> Text:
     signed = verdict.signed_sets
     if signed is None:
         return Text("nothing was opened", style="yellow")
-    about = PlanStatement(RoundName(verdict.run_hash, verdict.stage, verdict.round), plan_digest(plan))
+    about = PlanStatement(name_of(verdict), plan_digest(plan))
     included, fault = {one for each in signed.sets for one in each}, fault_of(about, plan, signed)
     if fault:
-        return Text(f"{fault}", style="red")
+        return Text(fault, style="red")
     groups = groups_of(about, plan, signed)
     text = f"the work of {len(included)} of {len(plan.members)} members, in {len(groups)} groups"
     return Text.assemble(text, (f"  ✓ {len(signed.consents)} signed", "green"))

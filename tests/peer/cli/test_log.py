@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.fakes.journals import leased
+from tests.fakes.secure_rounds import Scene
 from tests.peer.checkpoints.making import IDENTITY, RUN, RUN_TOML, SIGNER, contents, open_store, pack_history
 from tests.peer.terminal.test_reporter import PEERS, PLAN
 from tests.swarm.coordinator.world import World, run_file
@@ -16,13 +17,14 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.cli import host as hosting
 from shoal.peer.cli.host import ORIGIN_FILE
-from shoal.peer.cli.log import open_log, show_log
+from shoal.peer.cli.log import open_log, round_details, show_log
 from shoal.peer.cli.main import app
 from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.errors import SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
+from shoal.swarm.protocol.secure import SecureStage, SignedSets
 from shoal.swarm.protocol.types import RUN_MEMBERS
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
@@ -86,6 +88,31 @@ def test_one_round_names_its_amended_settings(tmp_path: Path) -> None:
     assert "card.title" in told
     lines = [json.loads(line) for line in shown(path, as_json=True).splitlines()]
     assert [one["amended"] for one in lines] == [[], [["card.title", '"A \\u001b reef"'], ["outer.lr", "0.5"]]]
+
+
+def test_one_round_shows_whose_masked_work_it_is_of(tmp_path: Path) -> None:
+    scene = Scene(n=8, group=4)
+    scene.until(SecureStage.OPEN)
+    signed = scene.board.signed()
+    assert signed is not None
+    about = {"plan": scene.plan, "round": scene.plan.round, "run_hash": b"r" * 32}
+
+    def told(signed_sets: SignedSets | None) -> str:
+        console = Console(file=io.StringIO(), width=160, color_system=None)
+        console.print(round_details(history({**about, "signed_sets": signed_sets})[0]))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    assert "the work of 8 of 8 members, in 2 groups  ✓ 8 signed" in told(signed)
+    assert "1 of 2 groups have not signed" in told(
+        signed.model_copy(update={"consents": tuple(one for one in signed.consents if one.member in first(scene))})
+    )
+    assert "nothing was opened" in told(None)
+    assert "masked" not in shown(written(tmp_path), round_number=0)
+
+
+def first(scene: Scene) -> tuple[int, ...]:
+    return scene.members[0].groups[0].members
 
 
 # Sources ----------------------------------------------------------------------------------------------------
