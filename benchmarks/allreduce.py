@@ -56,6 +56,7 @@ class System:
 
 def shoal(case: Case) -> System:
     what = f"Shoal {case.codec}" + (f", groups of {case.group_size}" if case.group_size else "")
+    what += ", secure" if case.secure else ""
     what += ", apart" if case.apart else ""
     what += ", uncommitted" if case.uncommitted else ""
 

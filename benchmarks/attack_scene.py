@@ -87,8 +87,9 @@ OUT_ROUNDS = 5
 RUN = """
 algorithm = "diloco"
 [averaging]
-codec = "int8"
+codec = "{codec}"
 robust = "{robust}"
+secure = {secure}
 [run]
 name = "attacks"
 seed = {seed}
@@ -435,7 +436,8 @@ class Validator(Member):
 
 @dataclass(frozen=True)
 class Case:
-    """``validators``: beside honest members and attackers; ``steps``: of each honest member, even ones if empty."""
+    """``validators``: beside honest members and attackers; ``steps``: of each honest member, even ones if empty;
+    ``secure``: contributions are masked, so ``robust`` is none and nothing is audited."""
 
     kind: str
     honest: int
@@ -446,6 +448,21 @@ class Case:
     validators: int = 0
     work_share: float = 0.02
     steps: tuple[int, ...] = ()
+    codec: str = "int8"
+    secure: bool = False
+
+    def run_toml(self, tokens: int) -> str:
+        """Return the run file of rounds of so many tokens."""
+        return RUN.format(
+            codec=self.codec,
+            robust=self.robust,
+            secure=str(self.secure).lower(),
+            seed=self.seed,
+            tokens=tokens,
+            max_s=MAX_S,
+            share=self.share,
+            work_share=self.work_share,
+        )
 
 
 @dataclass
@@ -475,8 +492,7 @@ async def simulate(case: Case, marks: Sequence[int]) -> Watch:
     watch, network = Watch(), MemoryNetwork(case.seed)
     steps = case.steps or (STEPS,) * case.honest
     each = sum(steps) * BATCH
-    settings = case.robust, case.seed, each + case.attackers * SAMPLES, MAX_S, case.share, case.work_share
-    toml = RUN.format(**dict(zip(("robust", "seed", "tokens", "max_s", "share", "work_share"), settings, strict=True)))
+    toml = case.run_toml(each + case.attackers * SAMPLES)
     run, recipe = (
         parse_run_file(toml),
         NextByteRecipe({"layers": 1, "width": 16, "heads": 1, "context": CONTEXT}, DataSection()),

@@ -45,9 +45,6 @@ from shoal.swarm.transport.node import Node
 _PROBE_STEP = 4099
 """Every so manieth value of a mean is checked."""
 
-_TOLERANCE = 0.1
-"""Of a mean of normally distributed values: several steps of int8, far less than a missing value."""
-
 
 def run_peer(pipe: Connection, invite: str, case: Case, number: int, site: Site | None) -> None:
     """One member's rounds; ``site``: the namespace that it lives in."""
@@ -175,7 +172,7 @@ class _Peer:
         client, member, state = self._client, self._member, self._member.state
         self._node.partners.clear()  # some are asked before the clock starts
         ranges, number = await self._work(), client.view.round
-        values = torch.randn(self._case.elements, generator=torch.Generator().manual_seed(number))
+        values = torch.randn(self._case.elements, generator=torch.Generator().manual_seed(number)) * self._case.size
         expected = values[::_PROBE_STEP].clone()
         assert state is not None
         reader = TensorReader(values)
@@ -191,7 +188,8 @@ class _Peer:
         cpu_seconds, peak_bytes = await asyncio.to_thread(self._pace.done)
         await seen
         assert outcome.included
-        _check(probed, expected)
+        assert None not in outcome.verdict.digests, "each part has a mean"
+        _check(probed, expected, self._case.tolerance * self._case.size)
         lap = Lap(
             end_s=end_s - start_s,
             cpu_s=cpu_seconds,
@@ -214,7 +212,7 @@ def _decoded(mean: RoundMean) -> Tensor:
     return torch.cat(probed)
 
 
-def _check(mean: Tensor, expected: Tensor) -> None:
+def _check(mean: Tensor, expected: Tensor, tolerance: float) -> None:
     """Everybody gave the same values, so their mean is those."""
     worst = float((mean - expected).abs().max())
-    assert worst <= _TOLERANCE, f"the mean is off by {worst}"
+    assert worst <= tolerance, f"the mean is off by {worst}"
