@@ -29,14 +29,15 @@ class Case:
 
     @property
     def size(self) -> float:
-        """Standard deviation of the values: under secure averaging a sixteenth of the first rounds' range, which all
-        members share, as there is no scale in a contribution."""
-        return 2.0**-10 if self.secure else 1.0
+        """Standard deviation of the values: under secure averaging an eighth of the first rounds' range, which all
+        members share, as there is no scale in a contribution. So it is one unit of int4, where units stay."""
+        return 2.0**-9 if self.secure else 1.0
 
     @property
     def tolerance(self) -> float:
-        """Most that a value of the mean may be off, in standard deviations: several steps of the codec, and far less
-        than a missing value where these are fine."""
+        """Most that a value of the mean may be off, in standard deviations: several steps of the codec. Of int4 they are
+        half a unit of this round and of the last one's residual, and the encoding of both means. Far less than a
+        missing value where steps are fine, and than a mask that was not taken off in any case."""
         if not self.secure:
             return 0.1
         return 2.0 if self.codec == "int4" else 0.2

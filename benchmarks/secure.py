@@ -25,6 +25,8 @@ from round_case import Case
 from shaped_links import NoShapedLinks, shaped_links
 from shoal_round import measure
 
+from shoal.compression.kernels.loader import compile_ahead
+
 PLAIN, INT8, INT4 = "Shoal int8", "Shoal int8, secure", "Shoal int4, secure"
 _PATIENCE_S = 12.0
 _SETTLING_ROUNDS = 2
@@ -140,6 +142,8 @@ def main() -> None:
     arguments.add_argument("--limit-s", type=float, default=900.0, help="for one run; then its peers are killed")
     options = arguments.parse_args()
     end_on_sigterm()
+    for thread in compile_ahead(("blockwise", "lowbit")):  # once, or each of the peers does it, all at the same time
+        thread.join()
     try:
         rounds, wan = on_loopback(options), behind_links(options)
         trained = losses(options) if options.loss else []
