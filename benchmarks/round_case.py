@@ -35,8 +35,8 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Most that a value of the mean may be off, in standard deviations: several steps of the codec. Of int4 they are
-        half a unit of this round and of the last one's residual, and the encoding of both means. Far less than a
+        """Most that a value of the mean may be off, in standard deviations: several steps of the codec: of int4,
+        half a unit of this round, of the residual before it, and of both means. Far less than a
         missing value where steps are fine, and than a mask that was not taken off in any case."""
         if not self.secure:
             return 0.1

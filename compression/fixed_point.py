@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,12 +133,11 @@ def moves_of(mean: Tensor, block: int, exponents: Exponents, bits: int, members:
     every machine."""
     share = math.isqrt(math.isqrt(2**20 // members))  # 32 over the fourth root
     units = np.ldexp(np.float64(largest_code(bits) * share), exponents.astype(np.int64) - 11).astype(np.float32)
-    values, starts = mean.abs().numpy(), np.arange(0, mean.numel(), block)
-    limits = np.repeat(units, block)[: values.size]
-    counts = [
-        np.add.reduceat(values > limit, starts, dtype=np.int64)
-        for limit in (limits * np.float32(_LARGE), limits * np.float32(_SMALL), np.float32(0.0))
-    ]
+    limits = units * np.float32(_LARGE), units * np.float32(_SMALL), np.zeros_like(units)
+    counts, values = np.zeros((3, units.size), dtype=np.int64), mean.abs().numpy()
+    for blocks, rows in _blocks(values, block):
+        for count, limit in zip(counts, limits, strict=True):
+            count[blocks] = np.count_nonzero(rows > limit[blocks, None], axis=1)
     large, rest, some = counts
     grow, shrink = 4 * large > rest, (16 * rest < some) | (some == 0)
     return np.where(grow, 1, np.where(shrink, -1, 0)).astype(np.int8)
@@ -156,5 +156,16 @@ def mean_of(sums: NDArray[np.float64], block: int, exponents: Exponents, factor:
 
     One float64 multiplication and its rounding to float32 a value, so the bits are the same everywhere."""
     units = np.ldexp(np.float64(factor), exponents.astype(np.int64))
-    values = sums * np.repeat(units, block)[: sums.size]
-    return torch.from_numpy(values.astype(np.float32))
+    values = np.empty(sums.size, dtype=np.float32)
+    for (blocks, rows), (_, out) in zip(_blocks(sums, block), _blocks(values, block), strict=True):
+        np.multiply(rows, units[blocks, None], out=out, casting="same_kind")
+    return torch.from_numpy(values)
+
+
+def _blocks(values: NDArray[Any], block: int) -> list[tuple[slice, NDArray[Any]]]:
+    """Return views of ``(n,)`` values with a row a block, and which blocks: all whole ones, then the shorter last."""
+    whole = values.size // block
+    views = [(slice(0, whole), values[: whole * block].reshape(whole, block))]
+    if whole * block < values.size:
+        views.append((slice(whole, whole + 1), values[None, whole * block :]))
+    return views
