@@ -35,9 +35,9 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Most that a value of the mean may be off, in standard deviations: several steps of the codec: of int4,
-        half a unit of this round, of the residual before it, and of both means. Far less than a
-        missing value where steps are fine, and than a mask that was not taken off in any case."""
+        """Most that a value of the mean may be off, in standard deviations: several steps of the codec. Those of int4
+        are half a unit of this round's and of the last one's rounding, and as much for both means: less than a mask
+        that was not taken off, and with finer steps far less than a missing value."""
         if not self.secure:
             return 0.1
         return 2.0 if self.codec == "int4" else 0.2
