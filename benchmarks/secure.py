@@ -35,7 +35,7 @@ _SETTLING_ROUNDS = 2
 _PACING_ROUNDS = 4
 """More of them behind links: until members pace what they send as their uplinks carry it."""
 
-_LOSS_ROUNDS = (30, 60, 100)
+_LOSS_ROUNDS = (10, 30, 60, 100)
 
 
 def cases(elements: int, peers: int, rounds: int) -> list[Case]:
