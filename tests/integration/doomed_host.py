@@ -2,7 +2,8 @@
 
 ``WHEN`` is ``before`` (decided, not in the journal yet) or ``after`` (in the journal, nobody has heard of it);
 ``EVENT`` is the kind of event and ``ROUND`` the first round in which it counts. The kind ``LeaseAhead`` is a
-``LeaseGranted`` for the round after the one that is open.
+``LeaseGranted`` for the round after the one that is open. ``WHEN`` may be ``at``, and ``EVENT`` a stage of a secure
+round, that it is about to begin.
 """
 
 import os
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from shoal.peer.cli.main import main
 from shoal.swarm.coordinator.events import JournalEvent, LeaseGranted, RoundClosing, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.local_journal import LocalJournal
+from shoal.swarm.protocol.secure import SecureStage
+from shoal.swarm.secure.board import SecureBoard
 
 
 def number_of(event: JournalEvent) -> int | None:
@@ -50,8 +53,22 @@ def arm(when: str, kind: str, first_round: int) -> None:
     LocalJournal.append = write  # type: ignore[method-assign]
 
 
+def arm_stage(fatal: SecureStage, first_round: int) -> None:
+    real = SecureBoard._begin
+
+    def begin(self: SecureBoard, stage: SecureStage, now_s: float) -> None:
+        if stage == fatal and self._plan.round >= first_round:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, stage, now_s)
+
+    SecureBoard._begin = begin  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     _, when, kind, first_round, *arguments = sys.argv
-    arm(when, kind, int(first_round))
+    if when == "at":
+        arm_stage(SecureStage[kind], int(first_round))
+    else:
+        arm(when, kind, int(first_round))
     sys.argv = ["shoal", *arguments]
     main()

@@ -29,8 +29,13 @@ from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.contribution import ContributionSource
 from shoal.swarm.averaging.reduction import ChunkCollector, ReducedChunk, Reduction
+from shoal.swarm.averaging.secure_exchange import MaskedSource, SecureExchange
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.messages import (
+    PeerToCoordinatorRoundReady,
+    PeerToCoordinatorRoundReport,
+    PeerToCoordinatorSecureStep,
+)
 
 
 class Doom:
@@ -137,6 +142,82 @@ def ready(doom: Doom) -> None:
 def reported(doom: Doom) -> None:
     """Kill itself when the coordinator has its report."""
     answered(doom, PeerToCoordinatorRoundReport)
+
+
+# Of a secure round:
+
+
+def _posted(doom: Doom, field: str) -> None:
+    real = CoordinatorClient.ask
+
+    async def ask(self: Any, message: Any, reply: Any) -> Any:
+        answer = await real(self, message, reply)
+        if isinstance(message, PeerToCoordinatorSecureStep) and getattr(message, field):
+            doom.comes_to(message.round)
+        return answer
+
+    CoordinatorClient.ask = ask  # type: ignore[method-assign]
+
+
+def keyed(doom: Doom) -> None:
+    """Kill itself when the coordinator has its keys."""
+    _posted(doom, "keys")
+
+
+def dealt(doom: Doom) -> None:
+    """Kill itself when the coordinator has its shares."""
+    _posted(doom, "sealed")
+
+
+def signed(doom: Doom) -> None:
+    """Kill itself when the coordinator has its signature of the sets."""
+    _posted(doom, "consent")
+
+
+def revealed(doom: Doom) -> None:
+    """Kill itself when the coordinator has its shares that open sums."""
+    _posted(doom, "revealed")
+
+
+def masked(doom: Doom) -> None:
+    """Kill itself when a masked chunk is requested; earlier ones are on their way or have arrived."""
+    real, begin = MaskedSource.chunk, SecureExchange.run
+    rounds: dict[int, int] = {}
+
+    async def run(self: Any) -> Any:
+        rounds[id(self._source)] = self._plan.round
+        return await begin(self)
+
+    async def chunk(self: Any, index: int) -> memoryview:
+        data = await real(self, index)
+        doom.comes_to(rounds[id(self)])
+        return data
+
+    MaskedSource.chunk = chunk  # type: ignore[method-assign]
+    SecureExchange.run = run  # type: ignore[method-assign]
+
+
+def _owning(doom: Doom, step: str, *, before: bool) -> None:
+    real = getattr(SecureExchange, step)
+
+    async def around(self: Any, *rest: Any) -> Any:
+        if before:
+            doom.comes_to(self._plan.round)
+        made = await real(self, *rest)
+        doom.comes_to(self._plan.round)
+        return made
+
+    setattr(SecureExchange, step, around)
+
+
+def summed(doom: Doom) -> None:
+    """Kill itself as an owner, when it has summed what arrived and not said so yet."""
+    _owning(doom, "_collect", before=False)
+
+
+def opening(doom: Doom) -> None:
+    """Kill itself as an owner, when shares that open its sum may be there."""
+    _owning(doom, "_opened", before=True)
 
 
 def applying(doom: Doom) -> None:
@@ -301,9 +382,10 @@ def removing(doom: Doom) -> None:
 
 
 _AVERAGING = (training, ready, serving, reducing, exchanged, reported, applying)
+_SECURE = (keyed, dealt, masked, summed, signed, revealed, opening)
 _STATES = (sharing, fetching, saving, saved, named, retiring)
 _RECORDS = (recording, half_recorded, recorded, published, removing)
-STEPS = {step.__name__: step for step in (*_AVERAGING, *_STATES, *_RECORDS)}
+STEPS = {step.__name__: step for step in (*_AVERAGING, *_SECURE, *_STATES, *_RECORDS)}
 
 if __name__ == "__main__":
     _, step, times, armed, *arguments = sys.argv
