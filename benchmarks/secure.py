@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from allreduce import Row, System, find, in_turns, shoal
 from common import comma, elements_of, end_on_sigterm, over, parser, publish, size_of
-from pacing import RoundFailed
+from pacing import RoundFailed, fork_with
 from round_case import Case
 from shaped_links import NoShapedLinks, shaped_links
 from shoal_round import measure
@@ -142,6 +142,7 @@ def main() -> None:
     arguments.add_argument("--limit-s", type=float, default=900.0, help="for one run; then its peers are killed")
     options = arguments.parse_args()
     end_on_sigterm()
+    fork_with("round_peer", "shoal_round", "shoal.compression.kernels.blockwise", "shoal.compression.kernels.lowbit")
     for thread in compile_ahead(("blockwise", "lowbit")):  # once, or each of the peers does it, all at the same time
         thread.join()
     try:
