@@ -17,7 +17,7 @@ from tests.integration.harness import (
 
 from shoal.swarm.coordinator.events import VerdictGiven
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 OTHERS = ("a", "b", "c", "d")
 """Of five members, four can open a sum."""
