@@ -16,24 +16,28 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from usage import PeakMemory, kill_tree, own_cpu_s
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
 
 _AHEAD_S = 0.1
 """From the script's word to the start: everybody must have heard it."""
 
 _END_S = 10.0
 
-_started = ["spawn"]
+_started: list[SpawnContext | ForkServerContext] = [multiprocessing.get_context("spawn")]
 
 
 def fork_with(*modules: str) -> None:
     """Have helpers forked from one process that has imported these modules, which takes seconds of CPU time each. On
     Linux only; elsewhere, and before this call, each imports for itself."""
     if sys.platform == "linux":
-        _started[:] = ["forkserver"]
-        multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(modules))
+        _started[:] = [context]
 
 
 class RoundFailed(Exception):
@@ -102,7 +106,7 @@ class Helper:
     """A process with a pipe that is killed, with all it started, at the end."""
 
     def __init__(self, name: str, target: Callable[..., None], arguments: Sequence[Any], deadline_s: float) -> None:
-        context = multiprocessing.get_context(_started[0])
+        context = _started[0]
         self.pipe, theirs = context.Pipe()
         self._name, self._deadline_s = name, deadline_s
         # No daemon: those may not have children, and some peer systems need them.
