@@ -164,6 +164,21 @@ class CachedSum:
 
 
 @dataclass
+class KnownWalls:
+    """Why members cannot take part, of larger swarms for a moment: it takes a look at all of them, and changes with
+    each that joins."""
+
+    _walls: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    _made_s: float = field(default=-math.inf, compare=False)
+
+    def take(self, now_s: float, many: bool, look: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+        """Return ``look()``, or what it returned a moment ago if there are many members."""
+        if not many or not self._made_s <= now_s < self._made_s + COUNTED_S:
+            self._walls, self._made_s = look(), now_s
+        return self._walls
+
+
+@dataclass
 class MadeViews:
     """Views of the newest state: members that have to be told the same get the same object, which is packed once."""
 
@@ -276,6 +291,7 @@ class RoundScope:
         self._outlook: PossibleRollback | None = None
         self._told_outlook = ToldOutlook()
         self._views = MadeViews()
+        self._walls = KnownWalls()
         self.wants_last_state = False
         """Whether the host is about to fetch the last state when the run has ended."""
         self._asked_for_kept_s: float | None = None
@@ -807,7 +823,8 @@ class RoundScope:
 
     def walls(self) -> Mapping[str, str]:
         """Return why live trainers cannot take part, by peer: those that can meet none of whom they would have to."""
-        return self.membership.walls(self.run.averaging.group_size)
+        many = len(self.membership.trainers()) > EXACT_MEMBERS
+        return self._walls.take(self.log.now_s, many, lambda: self.membership.walls(self.run.averaging.group_size))
 
     def say_apart(self) -> str:
         """Say which members cannot meet the others, and what to do; empty when all can."""

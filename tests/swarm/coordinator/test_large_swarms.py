@@ -5,7 +5,7 @@ from tests.swarm.coordinator.world import World, entry, run_file
 
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost
 from shoal.swarm.coordinator.membership import Membership
-from shoal.swarm.coordinator.round_scope import COUNTED_S, EXACT_MEMBERS, CachedSum
+from shoal.swarm.coordinator.round_scope import COUNTED_S, EXACT_MEMBERS, CachedSum, KnownWalls
 from shoal.swarm.protocol.messages import CoordinatorToPeerView, PeerToCoordinatorHeartbeat
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.wire import Envelope, decode, encode
@@ -88,6 +88,16 @@ def test_a_tally_is_exact_in_small_swarms_and_recent_in_large_ones() -> None:
     assert large.take(0, 10.0 + COUNTED_S, EXACT_MEMBERS + 1, lambda: 4) == 4
     assert large.take(1, 10.0 + COUNTED_S, EXACT_MEMBERS + 1, lambda: 0) == 0, "another round"
     assert large.take(1, 5.0, EXACT_MEMBERS + 1, lambda: 7) == 7, "a clock that was set back"
+
+
+def test_walls_are_looked_for_at_once_in_small_swarms_and_now_and_then_in_large_ones() -> None:
+    few, many = KnownWalls(), KnownWalls()
+    for number in range(3):
+        found = {str(number): "no way"}
+        assert few.take(10.0, False, lambda found=found: found) == found
+        assert many.take(10.0, True, lambda found=found: found) == {"0": "no way"}
+    assert many.take(10.0 + COUNTED_S, True, dict) == {}
+    assert many.take(5.0, True, lambda: {"7": "no way"}) == {"7": "no way"}, "a clock that was set back"
 
 
 def test_a_verdict_that_a_member_knows_is_not_told_again() -> None:
