@@ -126,11 +126,11 @@ def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made(verdict: dict[str, Any]) -> dict[str, Any]:
-    """Makers that are members of the plan, at most one for each part."""
+    """Makers that are members of the plan, at most one for each part, and no sets of a plan that is not secure."""
     members = len(verdict["plan"].members) if verdict["plan"] is not None else 0
     makers = verdict["makers"][: len(verdict["digests"])] if members else ()
     fitting = (one and one.model_copy(update={"member": one.member % members}) for one in makers)
-    return verdict | {"makers": tuple(fitting)}
+    return verdict | {"makers": tuple(fitting), "signed_sets": None if members else verdict["signed_sets"]}
 
 
 def _staged(view: dict[str, Any]) -> dict[str, Any]:
