@@ -86,7 +86,7 @@ def figures_of(result: Result, tokens_wanted: int | None) -> Figures:
         spent={phase: value / spent_s if spent_s else 0.0 for phase, value in result.spent_s.items()},
         exchange_s=median(one.exchange_s for one in later) if later else 0.0,
         planning_s=median(one.planned_s - one.closes_s for one in later) if later else 0.0,
-        member_sent_gb_per_hour=result.member_sent_bytes / max(result.members_mean, 1e-9) / seconds * 3600 / 1e9,
+        member_sent_gb_per_hour=result.members_sent_bytes / max(result.members_mean, 1e-9) / seconds * 3600 / 1e9,
         host_sent_mbit=8e-6 * host.sent_bytes / seconds,
         host_received_mbit=8e-6 * host.received_bytes / seconds,
         host_cores=host.cpu_s / seconds,

@@ -20,12 +20,21 @@ LINK_SHARE = 0.95
 """Part of a link's rate that sealed chunks get (``wan.py``: 0.950 and 0.951 with 50 and 10 M elements at 100 Mbit/s);
 3.5 % are headers of IP and TCP."""
 
+_SEGMENT_BYTES, _HEADERS_BYTES = 1448, 52
+"""Of a TCP segment with time stamps in a frame of 1500 bytes, over IPv4; every second one is acknowledged by headers
+alone."""
+
 EXCHANGE_S_PER_ELEMENT = 2.4e-9
 """Processor seconds of an exchange for each of the model's elements, on one core (``allreduce.py``: 0.48 s for four
 members of 50 M); links that are faster than that wait for it."""
 
 SLOWEST = 20.0
 """``straggler_guard._SLOWEST``: a contributor that takes longer than so many times the median is left out."""
+
+
+def on_links(sent_bytes: float, received_bytes: float) -> float:
+    """Return what links carry up of so much payload: with headers, and acknowledgements of what was received."""
+    return sent_bytes + _HEADERS_BYTES * (sent_bytes / _SEGMENT_BYTES + received_bytes / (2 * _SEGMENT_BYTES))
 
 
 @dataclass(frozen=True)

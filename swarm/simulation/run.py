@@ -38,7 +38,7 @@ from shoal.swarm.protocol.wire import Envelope, encode
 from shoal.swarm.sample_ranges import Ranges, count
 from shoal.swarm.simulation.costs import APPLY_S_PER_ELEMENT, PACK_S_PER_ELEMENT, HostMeter, push_s
 from shoal.swarm.simulation.event_queue import EventQueue
-from shoal.swarm.simulation.links import Exchange, PackedSizes, exchange_of, traffic_of
+from shoal.swarm.simulation.links import Exchange, PackedSizes, exchange_of, on_links, traffic_of
 from shoal.swarm.simulation.member import PHASES, LightMember, News
 from shoal.swarm.simulation.traces import Trace
 
@@ -76,6 +76,9 @@ class SimulatedRound:
     tokens: int
     tokens_total: int
     exchange_s: float
+    members_sent_bytes: float
+    """That all members' links have carried up since the run began, headers and messages to the host included."""
+    host_sent_bytes: float
 
 
 @dataclass
@@ -107,6 +110,8 @@ class Result:
     never_admitted: int = 0
     member_sent_bytes: float = 0.0
     member_received_bytes: float = 0.0
+    members_sent_bytes: float = 0.0
+    """All that their links carry up: states and rounds, messages to the host, headers and acknowledgements."""
     served_bytes: float = 0.0
     """Of states and of results that somebody had missed."""
     relayed_bytes: float = 0.0
@@ -394,11 +399,20 @@ class SimulatedRun:
             tokens=verdict.tokens,
             tokens_total=verdict.tokens_total,
             exchange_s=exchange.took_s if exchange is not None and plan is not None else 0.0,
+            members_sent_bytes=self._members_sent_bytes(),
+            host_sent_bytes=self.result.host.sent_bytes,
         )
         self.result.rounds.append(one)
         if verdict.committed and plan is not None and exchange is not None:
             self.result.relayed_bytes += exchange.relayed_bytes
         self._say(f"round {one.number}: {one.members} members, {one.tokens:,} tokens, {one.ended_s - before:.1f} s")
+
+    def _members_sent_bytes(self) -> float:
+        sent = self.result.served_bytes + sum(one.up_bytes for one in self.members)
+        return on_links(
+            sent + self.result.host.received_bytes,
+            sum(one.down_bytes for one in self.members) + self.result.host.sent_bytes,
+        )
 
     # Requests -----------------------------------------------------------------------------------------------
 
@@ -549,6 +563,7 @@ class SimulatedRun:
             for phase, seconds in member.spent_s.items():
                 result.spent_s[phase] += seconds
         result.member_sent_bytes += result.served_bytes
+        result.members_sent_bytes = self._members_sent_bytes()
         samples = result.samples
         samples.held = scope.leases.outstanding()
         samples.returned = count(scope.leases.pool)

@@ -9,7 +9,7 @@ from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.simulation.event_queue import EventQueue
 from shoal.swarm.simulation.figures import figures_of
-from shoal.swarm.simulation.links import LINK_SHARE
+from shoal.swarm.simulation.links import LINK_SHARE, on_links
 from shoal.swarm.simulation.run import Model, Result, simulate
 from shoal.swarm.simulation.traces import NAMED, Churn, Machine, Session, Trace, load_trace, trace_of
 
@@ -210,3 +210,13 @@ def test_traces_have_names() -> None:
     assert set(NAMED) == {"volunteers", "spot", "cluster"}
     with pytest.raises(UserError, match="volunteers, spot, cluster"):
         trace_of("weather")
+
+
+def test_links_carry_headers_acknowledgements_and_messages_beside_the_payload() -> None:
+    result = simulated(trace_with(machine()), 4, 3)
+    assert on_links(1448.0, 2896.0) == 1448 + 52 + 52
+    first, last = result.committed[0], result.committed[-1]
+    payload, messages = 4 * 2 * 3 / 4 * 4e6 * 2, last.members_sent_bytes - first.members_sent_bytes
+    assert 0 < messages - on_links(payload, payload) < 0.01 * payload
+    assert first.members_sent_bytes < last.members_sent_bytes <= result.members_sent_bytes
+    assert first.host_sent_bytes < last.host_sent_bytes <= result.host.sent_bytes
