@@ -37,6 +37,7 @@ from shoal.swarm.simulation.traces import Machine, Trace
 STEP_S = 0.25
 """Of a step with all that comes with it: what it computes is less, also where cores are shared."""
 
+_LONGEST_STEP = 4
 RUN = """
 [run]
 name = "simulated"
@@ -99,7 +100,8 @@ def run_member(invite: str, case: Case, folder: Path, site: Site) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = SessionOptions(folder / "identity", folder / "state", bind=(site.address, 0), maps_ports=False)
     with Session.join(invite, model=model, inner_optimizer=optimizer, options=options) as session:
-        due_s = time.monotonic()
+        due_s = began_s = time.monotonic()
+        took_s: list[float] = []
         for inputs, targets in session.batches(dataset):
             loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -108,6 +110,11 @@ def run_member(invite: str, case: Case, folder: Path, site: Site) -> None:
             due_s = due_s + STEP_S if now_s < due_s + 2 * STEP_S else now_s + STEP_S
             time.sleep(max(0.0, due_s - now_s))
             session.step(loss)
+            now_s = time.monotonic()
+            if now_s - began_s < _LONGEST_STEP * STEP_S:  # else it is a wait between rounds
+                took_s.append(now_s - began_s)
+                (folder / "step_s").write_text(str(mean(took_s)))
+            began_s = now_s
 
 
 def sent_bytes(pid: int) -> int:
@@ -151,8 +158,10 @@ class Outcome:
         )
 
 
-def measured(case: Case, limit_s: float) -> Outcome:
-    """Run it. Raises ``NoShapedLinks``, ``RuntimeError``."""
+def measured(case: Case, limit_s: float) -> tuple[Outcome, list[float]]:
+    """Run it. Returns the members' seconds a step, too, which are more than asked for where cores are scarce.
+
+    Raises ``NoShapedLinks``, ``RuntimeError``."""
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as name,
@@ -184,26 +193,27 @@ def measured(case: Case, limit_s: float) -> Outcome:
                     of_members = sum(sent_bytes(one.pid) for one in members)
                     seen.append(Verdict(planned_s, moment_s, of_members, sent_bytes(hosting.pid or 0)))
                     print(f"{len(members)} members: {seen[-1]}", file=sys.stderr, flush=True)
+            steps_s = [float((folder / "step_s").read_text()) for folder in folders[:-1]]
         finally:
             for process in [*members, hosting]:
                 if process.pid is not None:
                     process.kill()
                     process.join()
-    return Outcome.of(seen, len(members))
+    return Outcome.of(seen, len(members)), steps_s
 
 
-def predicted(case: Case) -> Outcome:
-    """Simulate it."""
+def predicted(case: Case, steps_s: Sequence[float]) -> Outcome:
+    """Simulate it, with members that take so many seconds for a step."""
     machines = [
         Machine(
             name=f"member{number}",
-            tokens_per_s=1 / STEP_S,
+            tokens_per_s=1 / step_s,
             up_bps=1e6 * rate,
             down_bps=1e6 * rate,
             latency_s=case.one_way_ms / 1e3,
             network=f"network {number}",
         )
-        for number, rate in enumerate(case.rates_mbit)
+        for number, (rate, step_s) in enumerate(zip(case.rates_mbit, steps_s, strict=True))
     ]
     trace = Trace("shaped", lambda number, draw: machines[number], host_bps=1e6 * max(case.rates_mbit))
     run = parse_run_file(case.run_toml)
@@ -216,10 +226,12 @@ def predicted(case: Case) -> Outcome:
 
 def row_of(case: Case, limit_s: float) -> dict[str, Any]:
     """Measure and predict one run."""
-    real, told = measured(case, limit_s), predicted(case)
+    real, steps_s = measured(case, limit_s)
+    told = predicted(case, steps_s)
     return {
         "members": len(case.rates_mbit),
         "Mbit/s": "/".join(f"{rate:g}" for rate in dict.fromkeys(case.rates_mbit)),
+        "step s": mean(steps_s),
         "rounds/h": real.rounds_per_hour,
         "predicted": told.rounds_per_hour,
         "work s": real.work_s,

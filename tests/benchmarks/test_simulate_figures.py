@@ -17,9 +17,11 @@ def test_means_are_of_the_rounds_after_the_first_one() -> None:
 
 
 def test_the_simulator_gets_the_links_and_the_work_of_the_real_run() -> None:
-    from simulate import Case, predicted
+    from simulate import STEP_S, Case, predicted
 
-    even, slow = (predicted(Case(1_000_000, rates, 15.0, 3, 15.0)) for rates in ((8.0,) * 4, (8.0, 8.0, 8.0, 0.8)))
+    even, slow = (
+        predicted(Case(1_000_000, rates, 15.0, 3, 15.0), [STEP_S] * 4) for rates in ((8.0,) * 4, (8.0, 8.0, 8.0, 0.8))
+    )
     assert even.work_s == pytest.approx(15.0, rel=0.03)
     # int8, 2 (N - 1) / N of the model at 0.95 of 8 Mbit/s; the slow member has to send its contribution once.
     assert even.exchange_s == pytest.approx(1.5 / 0.95, rel=0.2)
