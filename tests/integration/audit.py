@@ -25,6 +25,8 @@ class Audit:
         self.tokens = 0
         self._chain = genesis(run.hash)
         self._committed: Ranges = []
+        self._spent: Ranges = []
+        """Samples of masked work that was lost, which nobody trains on again."""
         self._history: list[tuple[int, Ranges]] = []
         """Of each committed round that was not undone, its tokens and samples."""
         self._plan: RoundPlanned | None = None
@@ -64,6 +66,10 @@ class Audit:
             self._history.append((tokens, mine))
         else:
             assert verdict.tokens == 0
+            if verdict.spent:
+                assert self._plan is not None, "only masked work can be spent"
+                ranges = [one for wire in self._plan.ranges for one in from_wire(wire)]
+                self._spent = merge([*self._spent, *ranges])
         self.tokens += verdict.tokens
         for tokens, ranges in self._history[verdict.anchor_version :]:
             self.tokens -= tokens
@@ -77,7 +83,7 @@ class Audit:
     def _check_ledger(self, ledger: LeaseLedger) -> None:
         held = [one for ranges in ledger.held.values() for one in ranges]
         at = 0
-        for start, stop in sorted([*self._committed, *ledger.pool, *held]):
+        for start, stop in sorted([*self._committed, *self._spent, *ledger.pool, *held]):
             assert start == at, f"samples from {min(start, at)} on are {'lost' if start > at else 'with two'}"
             at = stop
         assert at == ledger.fresh, "samples at the end are lost"
