@@ -169,7 +169,8 @@ class MemoryCoordinator:
 
     def _view(self, peer: str, key: bytes) -> CoordinatorToPeerView:
         known = self._rosters.get(key, -1), self._verdicts.get(key), self._plans.get(key)
-        view = self.machine.scope.view(peer, now_s(), *known)
+        # Whoever reads a message has an object of its own, though the coordinator tells all the same one.
+        view = self.machine.scope.view(peer, now_s(), *known).model_copy()
         self._rosters[key] = view.roster_version
         return CoordinatorToPeerView(view=view)
 

@@ -94,9 +94,10 @@ class _Line(Channel):
         self.other: _Line | None = None
         self._arriving: deque[bytes] = deque()
 
-    async def send(self, envelope: Envelope) -> None:
+    async def send(self, envelope: Envelope, deadline_s: float | None = None) -> None:
         data = encode(envelope)
-        await self._decided.wait()  # a socket that is not connected keeps it back
+        async with asyncio.timeout(deadline_s):
+            await self._decided.wait()  # a socket that is not connected keeps it back
         if self.other is None:
             raise self.diagnosis(0)
         other = self.other

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,6 +96,15 @@ class Peer:
         )
         self.channel.run = service.name
         self.done: dict[int, tuple[SampleRange, ...]] = {}
+        self.plans: dict[int, RoundPlan] = {}
+        """The newest plan by scope, which comes as a notice."""
+        for scope in (1, 2):
+            member.node.control.handle(CoordinatorToPeerView, partial(self.take_view, scope), scope)
+
+    async def take_view(self, scope: int, channel: Channel, message: Message) -> None:
+        assert isinstance(message, CoordinatorToPeerView)
+        if message.view.plan is not None:
+            self.plans[scope] = message.view.plan
 
     async def ask(self, message: Message, reply: type[M], scope: int = 0) -> M:
         return await self.channel.request(message, reply, LONG_S, scope)
@@ -149,9 +159,10 @@ class Peer:
     async def plan(self, scope: int) -> RoundPlan:
         """The open round's plan, which is told again to who does not name it."""
         async with asyncio.timeout(LONG_S):
-            while (plan := (await self.beat(scope)).plan) is None:  # noqa: ASYNC110
+            while scope not in self.plans:
+                await self.beat(scope)
                 await asyncio.sleep(0.02)
-        return plan
+        return self.plans[scope]
 
 
 @run
