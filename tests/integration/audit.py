@@ -61,6 +61,8 @@ class Audit:
                 if member.peer not in event.lost:
                     mine += ranges
                     tokens += member.weight_tokens
+                elif verdict.plan is not None and verdict.plan.secure is not None:  # it may have left masked
+                    self._spent = merge([*self._spent, *ranges])
             assert verdict.tokens == tokens, "the committed weights sum up"
             self._committed = merge([*self._committed, *mine])
             self._history.append((tokens, mine))

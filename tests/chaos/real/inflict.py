@@ -70,9 +70,9 @@ class Silence:
         send_chunk, grant = IoThread.send, IoThread.grant
         send_control, receive = IoThread.send_stream_control, FrameReceiver.receive
 
-        async def quiet_send(channel: Any, envelope: Any) -> None:
+        async def quiet_send(channel: Any, *rest: Any) -> None:
             if not self._muted(channel.remote_key):
-                await send(channel, envelope)
+                await send(channel, *rest)
 
         async def quiet_dispatch(plane: Any, channel: Any, data: Any) -> None:
             if not self._muted(channel.remote_key):
