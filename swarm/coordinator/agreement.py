@@ -59,7 +59,7 @@ class Electorate:
 
 @dataclass
 class StateClaims:
-    """What members say of one version's state. Not journaled: after a restart they say it again.
+    """Claims of members about one version's state. Not journaled: after a restart they say it again.
 
     ``said``: the last digest by peer, kept while it replays; ``is_disputed``: all who decide have spoken, and no digest
     is clear."""

@@ -195,7 +195,7 @@ class Member:
 
     @property
     def told_energy_j(self) -> float | None:
-        """What its GPU has taken, with the open round; None where nothing measures it."""
+        """Energy that its GPU has taken, with the open round; None where nothing measures it."""
         total = min(self.energy_j + self.open_energy_j, _MOST_ENERGY_J)
         return total if total or self.metered is not None else None
 

@@ -165,8 +165,8 @@ class CachedSum:
 
 @dataclass
 class KnownWalls:
-    """Why members cannot take part, of larger swarms for a moment: it takes a look at all of them, and changes with
-    each that joins."""
+    """Reasons why members cannot take part; kept for a moment in larger swarms, as finding them takes a look at all
+    members, and they change with each that joins."""
 
     _walls: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     _made_s: float = field(default=-math.inf, compare=False)
@@ -199,7 +199,7 @@ class MadeViews:
 
 @dataclass
 class ToldOutlook:
-    """What a run waits for, in words, as every member's view has it: kept for a moment, and told only once it lasts.
+    """Words for what a run waits for, as every member's view has it: kept for a moment, and told only once it lasts.
 
     After each round it takes members some moments to say that they hold the new state, which is nothing to tell."""
 

@@ -423,7 +423,7 @@ class PeerToCoordinatorGetSpans(Message):
 
 
 class PeerToCoordinatorSpans(Message):
-    """What this member did in a round, its own clock now; no spans if it does not know that round any more."""
+    """Spans of what this member did in a round, with its own clock now; none of a round that it does not know."""
 
     spans: Annotated[tuple[PhaseSpan, ...], Field(max_length=MAX_SPANS)]
     now_s: Seconds
@@ -520,7 +520,7 @@ class CoordinatorToPeerView(Message):
 
 
 class CoordinatorToPeerSecureBoard(Message):
-    """What has been posted in a secure round: stage, ``senders`` and ``sets`` once they are fixed, and what was wanted.
+    """Posts of a secure round so far: stage, ``senders`` and ``sets`` once they are fixed, and what was wanted.
 
     ``sealed``: for this member, by the senders of its group; ``revealed``: of the parts that this member owns;
     ``closed``: senders of groups whose sums cannot be opened."""
@@ -582,20 +582,20 @@ class CoordinatorToPeerGetSpans(Message):
 
 
 class CoordinatorToPeerSpans(Message):
-    """What a member did in a round, on the coordinator's clock, which may be off by ``error_s``."""
+    """Spans of what a member did in a round, on the coordinator's clock, which may be off by ``error_s``."""
 
     spans: Annotated[tuple[PhaseSpan, ...], Field(max_length=MAX_SPANS)]
     error_s: Seconds
 
 
 class CoordinatorToPeerTimings(Message):
-    """Where the time of those rounds went that the coordinator remembers, oldest first."""
+    """Times of the phases of those rounds that the coordinator remembers, oldest first."""
 
     rounds: Annotated[tuple[RoundTiming, ...], Field(max_length=MAX_TIMINGS)]
 
 
 class CoordinatorToPeerReceipt(Message):
-    """What became of evidence: ``incomplete`` until its last piece is here, then as in ``chunk_judge.Judgement``."""
+    """Outcome of evidence: ``incomplete`` until its last piece is here, then as in ``chunk_judge.Judgement``."""
 
     evidence: Digest
     judgement: Literal["incomplete", "guilty", "innocent", "void"]

@@ -121,7 +121,7 @@ class Consent(Record):
 
 
 class SignedSets(Record):
-    """What a round's verdict names of its sets, so that anybody can see whose masked contributions its means are of.
+    """Sets of a secure round with their signatures, in its verdict: whose masked contributions its means are of.
 
     ``nonces``: of all members of the plan, from which the groups follow; ``consents``: the signatures for these senders
     and sets (``secure.signed_sets``)."""

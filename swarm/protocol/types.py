@@ -162,7 +162,7 @@ class SampleRange(Record):
 
 
 class FirstBatch(Record):
-    """What a member says of the first batch after the anchor: its samples and their mean ``loss``, in nats a token, at
+    """Claim of a member about its first batch after the anchor: samples and their mean ``loss``, in nats a token, at
     the anchor itself, so that it can be measured again."""
 
     samples: SampleRange
@@ -492,7 +492,7 @@ class PathReport(Record):
 
 
 class RelayLoad(Record):
-    """What a relay carries, in its own words. ``busy``: the share of what it may carry, 0 to 1."""
+    """Load of a relay, in its own words. ``busy``: the share of what it may carry, 0 to 1."""
 
     busy: Annotated[float, Field(ge=0, le=1)] = 0.0
     clients: Count = 0
@@ -568,7 +568,7 @@ class MemberStatus(Record):
 
 
 class CostStatus(Record):
-    """What a run has cost, and what energy it took (``costs.py``), by the claims of its members and the prices in its
+    """Cost of a run, and the energy that it took (``costs.py``), by the claims of its members and the prices in its
     run file.
 
     Of the members whose time counts: ``device_s``: of all their devices; ``unpriced_device_s``: of those without a

@@ -12,7 +12,7 @@ from shoal.swarm.simulation.run import Result
 
 @dataclass(frozen=True)
 class Figures:
-    """What a simulation predicts. Rates are those of the time after the first committed round, which joins take part
+    """Predictions of a simulation. Rates are those of the time after the first committed round, which joins take part
     of; sums are of the whole simulated time.
 
     ``goodput``: committed tokens, of those that the machines would have trained on in the same time alone and without

@@ -42,7 +42,7 @@ PHASES = ("compute", "data", "packing", "exchange", "waiting", "applying", "chec
 
 @dataclass(frozen=True)
 class News:
-    """What a view tells a member. ``planned``: by peer, the index in the plan; ``committed``: of the last round."""
+    """News of a view for a member. ``planned``: by peer, the index in the plan; ``committed``: of the last round."""
 
     round: int
     phase: Phase
