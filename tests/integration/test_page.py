@@ -62,7 +62,7 @@ def test_the_page_follows_a_run(swarm: Swarm, browser: Any) -> None:
     seen.page.keyboard.press("Home")
     seen.until_text("#round-detail", "Round 0 ")
     seen.until("its members", "() => document.querySelectorAll('#round-members li').length >= 1")
-    assert seen.layout_shift() < 0.1
+    assert seen.layout_shift() < 0.05
 
     # The host goes away, and the page says so.
     host.stop()
