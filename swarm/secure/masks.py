@@ -21,22 +21,21 @@ Lanes = NDArray[np.uint16]
 KEY_BYTES = 32
 _TILE = 2**15
 _ZEROS = bytes(2 * _TILE)
-_COUNTER = bytes(16)
-"""Each key makes one keystream, so the counter begins at zero."""
-
 _GROUP = 8
-"""Lanes are packed in groups of so many, which fill whole bytes at any number of bits."""
+"""Lanes are packed in groups of so many, which fill whole bytes at any number of bits, and a block of AES."""
 
 
-def add_masks(lanes: Lanes, keys: Sequence[tuple[bytes, int]]) -> None:
+def add_masks(lanes: Lanes, keys: Sequence[tuple[bytes, int]], first_lane: int = 0) -> None:
     """Add the mask of each key to ``lanes``, in place: with sign 1, or subtract it with sign -1.
 
-    Each key: ``KEY_BYTES`` bytes that no other lanes are masked with. For a worker thread."""
-    streams = []
+    Each key: ``KEY_BYTES`` bytes that no other lanes are masked with. ``first_lane``: where these lanes are among those
+    of their part, whole groups after its beginning. For a worker thread."""
+    assert first_lane % _GROUP == 0
+    counter, streams = (first_lane // _GROUP).to_bytes(16, "big"), []
     for key, sign in keys:
         assert len(key) == KEY_BYTES
         assert sign in (1, -1)
-        streams.append((Cipher(algorithms.AES(key), modes.CTR(_COUNTER)).encryptor(), sign))
+        streams.append((Cipher(algorithms.AES(key), modes.CTR(counter)).encryptor(), sign))
     room = np.empty(_TILE, dtype="<u2")
     for start in range(0, lanes.size, _TILE):
         tile = lanes[start : start + _TILE]

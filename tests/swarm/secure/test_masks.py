@@ -35,6 +35,24 @@ def test_masks_are_taken_off_again_across_tiles(n: int) -> None:
     assert (masked == lanes).all()
 
 
+def test_a_keystream_begins_at_any_block_of_its_counter() -> None:
+    """NIST SP 800-38A, F.5.5: another first block than zero. A block of the keystream is its counter, encrypted."""
+    key = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
+    first = int.from_bytes(bytes.fromhex("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"), "big")
+    lanes = np.zeros(8, "<u2")
+    add_masks(lanes, [(key, 1)], 8 * first)
+    assert lanes.tobytes().hex() == "0bdf7df1591716335e9a8b15c860c502"
+
+
+@pytest.mark.parametrize("start", [0, 8, 2**15 - 8, 2**15, 3 * 2**15 + 8])
+def test_masks_from_a_lane_on_are_those_of_the_whole_part(start: int) -> None:
+    keys = [(hashlib.sha256(bytes([one])).digest(), 1 if one % 2 else -1) for one in range(3)]
+    whole, rest = np.zeros(4 * 2**15, "<u2"), np.zeros(2**15 - 8, "<u2")
+    add_masks(whole, keys)
+    add_masks(rest, keys, start)
+    assert (rest == whole[start : start + rest.size]).all()
+
+
 @given(st.integers(1, 16), st.integers(1, 5), st.randoms(use_true_random=False))
 @settings(max_examples=40, deadline=None)
 def test_packing_keeps_the_lowest_bits(bits: int, groups: int, random: object) -> None:
