@@ -25,6 +25,7 @@ from round_case import Case
 from shaped_links import NoShapedLinks, shaped_links
 from shoal_round import measure
 
+from shoal.compression.fixed_point import KERNELS
 from shoal.compression.kernels.loader import compile_ahead
 
 PLAIN, INT8, INT4 = "Shoal int8", "Shoal int8, secure", "Shoal int4, secure"
@@ -143,7 +144,7 @@ def main() -> None:
     options = arguments.parse_args()
     end_on_sigterm()
     fork_with("round_peer", "shoal_round", "shoal.compression.kernels.blockwise", "shoal.compression.kernels.lowbit")
-    for thread in compile_ahead(("blockwise", "lowbit")):  # once, or each of the peers does it, all at the same time
+    for thread in compile_ahead(("blockwise", *KERNELS)):  # once, or each of the peers does it, all at the same time
         thread.join()
     try:
         rounds, wan = on_loopback(options), behind_links(options)

@@ -16,8 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.compression.codec import Codec, Packed, checked_out, checked_values, packed_buffer, packed_tensor
-from shoal.compression.formats import CodecError
+from shoal.compression.codec import (
+    Codec,
+    Packed,
+    checked_out,
+    checked_values,
+    not_finite_error,
+    packed_buffer,
+    packed_tensor,
+    rounded_weight,
+)
+from shoal.compression.kernels import loader
 
 Codes = NDArray[np.int8]
 """``(n,)`` int8: integers from ``-largest`` to ``largest``, those of 4 bits too."""
@@ -28,6 +37,9 @@ Exponents = NDArray[np.int8]
 _LARGE, _SMALL = 28, 8
 """Where values of a committed mean are large or small, in 64ths of the range of its codes, for the mean of one member.
 With more it is less by their number's fourth root: halfway between members that agree and such that do not."""
+
+KERNELS = "fixed_point", "lanes"
+"""Names of the compiled kernels that secure averaging uses, beside those of the codec of means."""
 
 _SPREAD = 12
 _LOWEST, _HIGHEST = -100, 60
@@ -63,6 +75,8 @@ class FixedPoint(Codec):
     ``factor``: a member's weight over that of the heaviest member of its sum, as weights are multiplied in before
     masks are added. ``least``: blocks whose largest code is below it are encoded as zeros."""
 
+    kernels = "fixed_point"
+
     def __init__(self, bits: int, block: int, exponents: Exponents, factor: float, least: int = 1) -> None:
         super().__init__(FixedPointFormat(bits))
         assert 0.0 < factor <= 1.0
@@ -81,18 +95,56 @@ class FixedPoint(Codec):
     def encode(self, values: Tensor) -> Tensor:
         """See ``Codec.encode``."""
         values = checked_values(values)
+        kernels = self.compiled(values.device)
+        if kernels is not None:
+            codes = self._room(values)
+            if not kernels.encode(values.numpy(), self._by_block(values, self._rates), *self._how, codes.numpy()):
+                raise not_finite_error(values)
+            return codes.view(torch.uint8)
         scaled = self._times(values, self._rates)
         if not math.isfinite(float(scaled.sum())) and not torch.isfinite(values).all():
-            raise CodecError("a value is NaN or infinite")
+            raise not_finite_error(values)
         scaled.round_().clamp_(-self.largest, self.largest)
         self._drop_faint(scaled)
         return scaled.to(torch.int8).view(torch.uint8)
 
+    def encode_residual(
+        self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
+    ) -> Tensor:
+        """See ``Codec.encode_residual``. By kernels fused: both are read and what is left is written in one go."""
+        kernels = self.compiled(values.device)
+        if kernels is None:
+            return super().encode_residual(values, residual, left, packed)
+        values, residual = checked_values(values), checked_out(residual, values.numel(), values.device)
+        left = residual if left is None else checked_out(left, values.numel(), values.device)
+        codes, arrays = self._room(values, packed), (values.numpy(), residual.numpy())
+        # What is overwritten is to be as before when a sum anywhere is not finite.
+        is_bad = left is residual and not kernels.are_sums_finite(*arrays)
+        units, rates = self._by_block(values, self._units), self._by_block(values, self._rates)
+        if is_bad or not kernels.encode_residual(*arrays, left.numpy(), units, rates, *self._how, codes.numpy()):
+            raise not_finite_error(values + residual)
+        return codes.view(torch.uint8)
+
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``."""
-        codes = packed_tensor(packed, n).view(torch.int8).to(torch.float32)
-        decoded = self._times(codes, self._units)
+        codes = packed_tensor(packed, n).view(torch.int8)
+        kernels = self.compiled(codes.device)
+        if kernels is not None:
+            decoded = torch.empty(n) if out is None else checked_out(out, n, codes.device)
+            kernels.decode(codes.numpy(), self._by_block(decoded, self._units), self._block, decoded.numpy())
+            return decoded
+        decoded = self._times(codes.to(torch.float32), self._units)
         return decoded if out is None else checked_out(out, n, decoded.device).copy_(decoded)
+
+    def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
+        """See ``Codec.accumulate``."""
+        kernels = self.compiled(total.device)
+        if kernels is None:
+            super().accumulate(packed, total, weight)
+            return
+        total, codes = checked_values(total), packed_tensor(packed, total.numel()).view(torch.int8)
+        units = self._by_block(total, self._units)
+        kernels.accumulate(codes.numpy(), units, self._block, total.numpy(), rounded_weight(weight))
 
     def squared_norm(self, packed: Packed, n: int) -> float:
         """See ``Codec.squared_norm``."""
@@ -108,14 +160,28 @@ class FixedPoint(Codec):
 
     def _times(self, values: Tensor, by_block: Tensor) -> Tensor:
         """Return a new vector of the values, each times the factor of its block."""
-        whole = values.numel() // self._block * self._block
         assert by_block.numel() == -(-values.numel() // self._block), "an exponent for each block"
+        whole = values.numel() // self._block * self._block
         product = torch.empty_like(values)
         blocks = values[:whole].view(-1, self._block)
         torch.mul(blocks, by_block[: blocks.shape[0], None], out=product[:whole].view(-1, self._block))
         if whole < values.numel():
             torch.mul(values[whole:], by_block[-1], out=product[whole:])
         return product
+
+    @property
+    def _how(self) -> tuple[int, tuple[np.float32, np.int32]]:
+        """Values of a block, and the limits of codes, as kernels take them."""
+        return self._block, (np.float32(self.largest), np.int32(self._least))
+
+    def _by_block(self, values: Tensor, factors: Tensor) -> NDArray[np.float32]:
+        """Return the factors of blocks, one for each block of these values."""
+        assert factors.numel() == -(-values.numel() // self._block), "an exponent for each block"
+        of_blocks: NDArray[np.float32] = factors.numpy()
+        return of_blocks
+
+    def _room(self, values: Tensor, packed: Tensor | None = None) -> Tensor:
+        return packed_buffer(values.numel(), values.device, packed).view(torch.int8)
 
 
 def packed_codes(packed: Tensor) -> Codes:
@@ -134,10 +200,13 @@ def moves_of(mean: Tensor, block: int, exponents: Exponents, bits: int, members:
     share = math.isqrt(math.isqrt(2**20 // members))  # 32 over the fourth root
     units = np.ldexp(np.float64(largest_code(bits) * share), exponents.astype(np.int64) - 11).astype(np.float32)
     limits = units * np.float32(_LARGE), units * np.float32(_SMALL), np.zeros_like(units)
-    counts, values = np.zeros((3, units.size), dtype=np.int64), mean.abs().numpy()
-    for blocks, rows in _blocks(values, block):
-        for count, limit in zip(counts, limits, strict=True):
-            count[blocks] = np.count_nonzero(rows > limit[blocks, None], axis=1)
+    counts, kernels = np.zeros((3, units.size), dtype=np.int64), loader.kernels("fixed_point")
+    if kernels is not None:
+        kernels.count_sizes(mean.numpy(), block, np.stack(limits), counts)
+    else:
+        for blocks, rows in _blocks(mean.abs().numpy(), block):
+            for count, limit in zip(counts, limits, strict=True):
+                count[blocks] = np.count_nonzero(rows > limit[blocks, None], axis=1)
     large, rest, some = counts
     grow, shrink = 4 * large > rest, (16 * rest < some) | (some == 0)
     return np.where(grow, 1, np.where(shrink, -1, 0)).astype(np.int8)

@@ -22,6 +22,18 @@ def _blockwise() -> ModuleType:
     return blockwise
 
 
+def _fixed_point() -> ModuleType:
+    from shoal.compression.kernels import fixed_point
+
+    return fixed_point
+
+
+def _lanes() -> ModuleType:
+    from shoal.compression.kernels import lanes
+
+    return lanes
+
+
 def _lowbit() -> ModuleType:
     from shoal.compression.kernels import lowbit
 
@@ -34,7 +46,13 @@ def _topk() -> ModuleType:
     return topk
 
 
-_IMPORTS: dict[str, Callable[[], ModuleType]] = {"blockwise": _blockwise, "lowbit": _lowbit, "topk": _topk}
+_IMPORTS: dict[str, Callable[[], ModuleType]] = {
+    "blockwise": _blockwise,
+    "fixed_point": _fixed_point,
+    "lanes": _lanes,
+    "lowbit": _lowbit,
+    "topk": _topk,
+}
 _ready: dict[str, ModuleType] = {}
 _begun: dict[str, threading.Thread] = {}
 _lock = threading.Lock()

@@ -166,6 +166,20 @@ def store_codes(builder: Any, strip: Any, address: Any) -> None:
     builder.store(codes, _at(builder, address, _BYTES)).align = 1
 
 
+@_function(types.uint64, types.int64)
+def load_word(builder: Any, address: Any) -> Any:
+    """Eight bytes at an address of any alignment, as an integer."""
+    word = builder.load(_at(builder, address, ir.IntType(64)))
+    word.align = 1
+    return word
+
+
+@_function(types.void, types.uint64, types.int64)
+def store_word(builder: Any, word: Any, address: Any) -> None:
+    """Write an integer as eight bytes to an address of any alignment."""
+    builder.store(word, _at(builder, address, ir.IntType(64))).align = 1
+
+
 @_function(_STRIP, types.float32)
 def filled(builder: Any, value: Any) -> Any:
     """A strip of one number."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from shoal.compression.codec_map import CodecMap
+from shoal.compression.fixed_point import KERNELS
 from shoal.compression.kernels import loader
 from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp
 from shoal.peer.history.fork_watch import ForkWatch
@@ -560,7 +561,7 @@ class LocalMember:
         elements = sum(spec.elements for spec in layout)
         self.compression = 4 * elements / codec_map.contribution(0, elements).packed_bytes(elements)
         if elements >= _COMPILED_ELEMENTS:
-            loader.compile_ahead(codec_map.kernels)
+            loader.compile_ahead([*codec_map.kernels, *(KERNELS if self.client.run_file.averaging.secure else ())])
         self._averager = Averager(self.client, self.endpoint, codec_map, elements, self._keeper)
         self._averager.clock = self.clock
         self._averager.on_exchange = self._donor.pause

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -41,13 +41,16 @@ from shoal.swarm.protocol.secure import Arrival, SecurePlan, SecureStage, Unopen
 from shoal.swarm.protocol.statements import ChunkRanges, PlanSigner
 from shoal.swarm.protocol.types import Blob, Delivery
 from shoal.swarm.secure.groups import MaskingGroup, lane_bits
-from shoal.swarm.secure.masks import Lanes, add_masks, pack, packed_bytes, padded, unpack
+from shoal.swarm.secure.masks import Lanes, add_masks, add_packed, pack, packed_bytes, padded
 from shoal.swarm.secure.member import SecureMember
 from shoal.swarm.secure.opening import Unopened, masks_left
 from shoal.swarm.transport.bulk.source import ChunkSource
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
+
+_AT_ONCE = 2**17
+"""Elements of a call to encode: with what it reads and writes they stay in a processor's cache."""
 
 
 class BoardLink(Protocol):
@@ -78,6 +81,13 @@ class LaneLayout:
     def blocks(self, start: int, stop: int) -> slice:
         """Return the blocks of a range of elements that begins with one."""
         return slice(start // self.secure.block, -(-stop // self.secure.block))
+
+    def runs(self, chunk: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of elements of a chunk that are encoded in one call: whole leaves."""
+        start, stop = self._store.bounds(chunk)
+        step = max(1, _AT_ONCE // self._store.leaf_grid.leaf) * self._store.leaf_grid.leaf
+        for first in range(start, stop, step):
+            yield first, min(first + step, stop)
 
     def values(self, chunk: int) -> int:
         start, stop = self._store.bounds(chunk)
@@ -286,8 +296,7 @@ class SecureExchange:
         signed = lanes.view("<i2")
         for chunk, place in zip(chunks, places, strict=True):
             at = place.start
-            for leaf in self.store.leaf_grid.within(*self.store.bounds(chunk)):
-                start, stop = self.store.leaf_grid.bounds(leaf)
+            for start, stop in layout.runs(chunk):
                 codec = FixedPoint(
                     layout.secure.bits,
                     layout.secure.block,
@@ -442,8 +451,7 @@ class SecureExchange:
         def add() -> None:
             total = summed.sums[group]
             for chunk, place in zip(chunks, self._layout.places(chunks), strict=True):
-                lanes = total[place]
-                np.add(lanes, unpack(here.pop(chunk), lanes.size, bits), out=lanes)
+                add_packed(here.pop(chunk), bits, total[place])
 
         async with turn:
             await in_thread(add)
@@ -549,13 +557,12 @@ def settle_secure(exchange: SecureExchange, *, keep: bool) -> None:
     again, also where no mean of it was committed. For a worker thread, after ``ResultStore.find_undecodable``."""
     store, feedback, me = exchange.store, exchange.feedback, exchange.me
     leave_out = feedback.keep_chunk if keep else feedback.withdraw_chunk
-    weight = store.plan.members[me].weight
+    weight, layout = store.plan.members[me].weight, LaneLayout(store)
     for index, part in enumerate(store.plan.parts):
         is_spent = exchange.member.is_spent(index)
         for chunk in store.chunks_of(part):
             header = store.header(chunk)
-            for leaf in store.leaf_grid.within(*store.bounds(chunk)):
-                bounds = store.leaf_grid.bounds(leaf)
+            for bounds in layout.runs(chunk):
                 if me in header.included or is_spent:
                     feedback.include_chunk(*bounds)
                 else:

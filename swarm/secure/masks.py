@@ -2,7 +2,8 @@
 
 A mask is the keystream of AES-256 in counter mode under a key that is used once, for the lanes of one part. It is added
 tile by tile while these are in the cache. Only the lowest ``bits`` bits of a lane travel: 2**bits divides 2**16, so a
-sum modulo the one is the sum modulo the other, and a uniform mask stays uniform.
+sum modulo the one is the sum modulo the other, and a uniform mask stays uniform. With compiled kernels, all but the
+keystreams themselves is one pass in the cache.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
+from shoal.compression.kernels import loader
 from shoal.swarm.errors import WireError
 
 Lanes = NDArray[np.uint16]
@@ -36,13 +38,16 @@ def add_masks(lanes: Lanes, keys: Sequence[tuple[bytes, int]], first_lane: int =
         assert len(key) == KEY_BYTES
         assert sign in (1, -1)
         streams.append((Cipher(algorithms.AES(key), modes.CTR(counter)).encryptor(), sign))
-    room = np.empty(_TILE, dtype="<u2")
+    kernels, room = loader.kernels("lanes"), np.empty(_TILE, dtype="<u2")
     for start in range(0, lanes.size, _TILE):
         tile = lanes[start : start + _TILE]
-        mask = room[: tile.size]
+        zeros, mask = _ZEROS[: 2 * tile.size], room[: tile.size]
         for stream, sign in streams:
-            stream.update_into(_ZEROS[: 2 * tile.size], mask.data.cast("B"))
-            (np.add if sign == 1 else np.subtract)(tile, mask, out=tile)
+            stream.update_into(zeros, mask.data.cast("B"))
+            if kernels is None:
+                (np.add if sign == 1 else np.subtract)(tile, mask, out=tile)
+            else:
+                (kernels.add if sign == 1 else kernels.subtract)(tile, mask)
 
 
 def padded(lanes: int) -> int:
@@ -62,6 +67,11 @@ def pack(lanes: Lanes, bits: int, out: NDArray[np.uint8]) -> None:
     i, i + n/8, i + 2n/8 ... side by side, for each i below n/8: lanes that are far from each other, so that all
     operations go along the vector."""
     assert lanes.size % _GROUP == 0
+    assert out.size == packed_bytes(lanes.size, bits)
+    kernels = loader.kernels("lanes")
+    if kernels is not None:
+        kernels.pack(lanes, bits, _TILE, out)
+        return
     high, mask = (bits - 8, np.uint16((1 << bits) - 1 >> 8)) if bits > 8 else (bits, np.uint16((1 << bits) - 1))
     for start in range(0, lanes.size, _TILE):
         tile, at = lanes[start : start + _TILE], start // _GROUP * bits
@@ -76,11 +86,19 @@ def pack(lanes: Lanes, bits: int, out: NDArray[np.uint8]) -> None:
         room[:] = words.view(np.uint8).reshape(-1, 8)[:, :high]
 
 
+def add_packed(packed: memoryview, bits: int, total: Lanes) -> None:
+    """Add whole groups of lanes, as ``pack`` wrote them, to ``total``. Raises ``WireError`` for a wrong length."""
+    kernels = loader.kernels("lanes")
+    if kernels is None:
+        np.add(total, unpack(packed, total.size, bits), out=total)
+        return
+    _check_packed(packed, total.size, bits)
+    kernels.add_packed(np.frombuffer(packed, dtype=np.uint8), bits, _TILE, total)
+
+
 def unpack(packed: memoryview, lanes: int, bits: int) -> Lanes:
     """Return so many lanes, whole groups, from what ``pack`` wrote. Raises ``WireError`` for a wrong length."""
-    assert lanes % _GROUP == 0
-    if packed.nbytes != packed_bytes(lanes, bits):
-        raise WireError(f"{packed.nbytes} bytes are not {lanes} lanes of {bits} bits")
+    _check_packed(packed, lanes, bits)
     data, whole = np.frombuffer(packed, dtype=np.uint8), np.empty(lanes, dtype=np.uint16)
     high = bits - 8 if bits > 8 else bits
     mask = np.uint64((1 << high) - 1)
@@ -97,3 +115,9 @@ def unpack(packed: memoryview, lanes: int, bits: int) -> Lanes:
             tile <<= np.uint16(8)
             tile |= low
     return whole
+
+
+def _check_packed(packed: memoryview, lanes: int, bits: int) -> None:
+    assert lanes % _GROUP == 0
+    if packed.nbytes != packed_bytes(lanes, bits):
+        raise WireError(f"{packed.nbytes} bytes are not {lanes} lanes of {bits} bits")

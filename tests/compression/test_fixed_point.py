@@ -1,8 +1,11 @@
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compression.codec_cases import needs_numba, same_bits, use
 
 from shoal.compression.codec import Codec
 from shoal.compression.fixed_point import (
@@ -16,6 +19,13 @@ from shoal.compression.fixed_point import (
 from shoal.compression.formats import CodecError
 
 BLOCK = 64
+
+
+@pytest.fixture(autouse=True, scope="module", params=["torch", pytest.param("numba", marks=needs_numba)])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test with and without compiled kernels."""
+    with use(request.param):
+        yield request.param
 
 
 def exponents(*values: int) -> np.ndarray:
@@ -132,3 +142,37 @@ def test_a_block_that_is_rounded_to_nearly_nothing_is_not_sent() -> None:
     values[3], values[BLOCK + 1], values[-1] = 1.2, 1.7, -1.4
     codes = packed_codes(FixedPoint(8, BLOCK, exponents(0, 0, 0, 0), 1.0, least=2).encode(values))
     assert np.flatnonzero(codes).tolist() == [BLOCK + 1]
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("n", [1, BLOCK, 3 * BLOCK + 5])
+@pytest.mark.parametrize("least", [1, 3])
+def test_kernels_give_the_same_bits(bits: int, n: int, least: int) -> None:
+    """Of values that are rounded, cut off, and too faint, one block of which is all zeros."""
+    blocks = -(-n // BLOCK)
+    scales = exponents(*range(-4, -4 + blocks))
+    values, residual = draw(n) * torch.logspace(-3, 1, n), draw(n, 1, 0.1)
+    values[BLOCK : 2 * BLOCK] = -0.0
+    residual[BLOCK : 2 * BLOCK] = 0.0
+    seen = []
+    for path in ("torch", "numba"):
+        with use(path):
+            codec = FixedPoint(bits, BLOCK, scales, 2 / 3, least)
+            left, inside, total = torch.empty(n), residual.clone(), draw(n, 2)
+            packed = codec.encode_residual(values, residual, left)
+            assert torch.equal(codec.encode(values + residual), packed)
+            assert torch.equal(codec.encode_residual(values, inside, inside.view(-1)), packed)
+            codec.accumulate(packed, total, 0.3)
+            moves = torch.from_numpy(moves_of(values, BLOCK, scales, bits, 8).astype(np.int32))
+            seen.append([left, inside, total, codec.decode(packed, n), packed.to(torch.float32), moves.float()])
+    assert all(same_bits(one, other) for one, other in zip(*seen, strict=True))
+
+
+def test_a_sum_that_is_no_number_changes_nothing() -> None:
+    residual, values = draw(3 * BLOCK), draw(3 * BLOCK, 1)
+    before = residual.clone()
+    values[2 * BLOCK] = float("nan")
+    with pytest.raises(CodecError, match=f"nan at {2 * BLOCK} of"):
+        FixedPoint(8, BLOCK, exponents(0, 0, 0), 1.0).encode_residual(values, residual)
+    assert same_bits(residual, before)

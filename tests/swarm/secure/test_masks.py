@@ -1,13 +1,22 @@
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compression.codec_cases import needs_numba, use
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.secure.groups import draw_groups, lane_bits
-from shoal.swarm.secure.masks import add_masks, pack, packed_bytes, padded, unpack
+from shoal.swarm.secure.masks import add_masks, add_packed, pack, packed_bytes, padded, unpack
+
+
+@pytest.fixture(autouse=True, scope="module", params=["numpy", pytest.param("numba", marks=needs_numba)])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test with and without compiled kernels."""
+    with use(request.param):
+        yield request.param
 
 
 def test_a_mask_is_the_keystream_of_aes_in_counter_mode() -> None:
@@ -107,3 +116,22 @@ def test_any_nonce_and_the_plan_change_the_draw() -> None:
         other[one] = bytes(32)
         drawn.add(str(draw_groups(other, b"plan", 4)))
     assert len(drawn) == 10
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", range(1, 17))
+@pytest.mark.parametrize("n", [8, 24, 2**15 + 8, 2 * 2**15])
+def test_kernels_give_the_same_bytes(bits: int, n: int) -> None:
+    lanes = np.random.default_rng(n).integers(0, 2**16, n).astype("<u2")
+    keys = [(bytes([one]) * 32, one % 3 - 1 or 1) for one in range(4)]
+    seen = []
+    for path in ("numpy", "numba"):
+        with use(path):
+            out, masked = np.empty(packed_bytes(n, bits), np.uint8), lanes.copy()
+            pack(lanes, bits, out)
+            add_masks(masked, keys)
+            add_packed(memoryview(out.tobytes()), bits, masked)
+            seen.append((out.tobytes(), masked.tobytes()))
+            with pytest.raises(WireError):
+                add_packed(out.data[1:], bits, masked)
+    assert seen[0] == seen[1]
