@@ -40,7 +40,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.statements import ContributionStatement, RoundName
 from shoal.swarm.protocol.types import Address, DeviceInfo, Message, SampleRange, TensorSpec
-from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, cut, decode, encode
+from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Assembly, Envelope, cut, decode, encode
 from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.tcp.sockets import tune
 
@@ -261,9 +261,13 @@ class LightPeer:
                     await self._changed.wait()
 
     async def _receive(self) -> None:
+        assembly = Assembly(MAX_MESSAGE_BYTES)
         while True:
-            data = await self._socket.recv()
-            self.record.received_bytes += len(data)
+            frame = await self._socket.recv()
+            self.record.received_bytes += len(frame)
+            if (whole := assembly.add(memoryview(frame))) is None:
+                continue
+            data = bytes(whole)
             unpacker = msgpack.Unpacker(max_buffer_size=MAX_MESSAGE_BYTES)
             unpacker.feed(data)
             unpacker.read_array_header()

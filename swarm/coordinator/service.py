@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Set
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.aio import in_thread, task_scope
@@ -143,6 +143,25 @@ class MemberRequest:
             self._service.lock.release()
 
 
+@dataclass
+class _SentPlan:
+    """Plan that a member was sent, and when it is sent again unless the member names it: after ever longer pauses.
+
+    Thousands of plans take longer than a heartbeat to leave, and each repeat would make all others wait for longer."""
+
+    digest: bytes | None
+    again_s: float
+    pause_s: float
+
+    def repeats(self, now_s: float) -> bool:
+        """Whether to send it again now."""
+        if now_s < self.again_s:
+            return False
+        self.pause_s *= 2
+        self.again_s = now_s + self.pause_s
+        return True
+
+
 class ScopeHandlers:
     """Answers to what members ask in one scope: a plain run, a pipeline run's own scope, or one of its stages.
 
@@ -156,8 +175,8 @@ class ScopeHandlers:
         self.known: dict[str, tuple[int, bytes | None, bytes | None]] = {}
         """By member, the version of the roster that it has or was sent, the chain of the newest verdict and the digest
         of the newest plan that it reported. What was sent may get lost, so only the member's word counts for these."""
-        self._sent_plan_at: dict[str, tuple[bytes | None, float]] = {}
-        """By member, the digest of the plan that it was sent last, and when."""
+        self._sent_plans: dict[str, _SentPlan] = {}
+        """By member, the plan that it was sent last."""
         self._bare: tuple[RunView, RunView] | None = None
         """The view whose plan was left out last, and what was left."""
         self._whole_roster_from_s: dict[str, float] = {}
@@ -232,11 +251,12 @@ class ScopeHandlers:
         view = self.scope.view(peer, now_s, roster_version, chain, plan)
         if view.plan is not None:
             # What was sent a moment ago is on its way. A member that lacks it does not name it in its next heartbeats.
-            digest, sent_s = self._sent_plan_at.get(peer, (None, 0.0))
-            if digest == view.plan_digest and now_s < sent_s + self.scope.deadlines.heartbeat_s / 2:
+            sent = self._sent_plans.get(peer)
+            if sent is None or sent.digest != view.plan_digest:
+                pause_s = self.scope.deadlines.heartbeat_s / 2
+                self._sent_plans[peer] = _SentPlan(view.plan_digest, now_s + pause_s, pause_s)
+            elif not sent.repeats(now_s):
                 view = self._without_plan(view)
-            else:
-                self._sent_plan_at[peer] = view.plan_digest, now_s
         if view.roster is not None:
             if now_s < self._whole_roster_from_s.get(peer, 0.0):
                 return CoordinatorToPeerView(view=view.model_copy(update={"roster": None}))
@@ -273,7 +293,7 @@ class ScopeHandlers:
     def forget_departed(self) -> None:
         """Forget members that the scope has forgotten."""
         members = self.scope.membership.members
-        for kept in (self.known, self._sent_plan_at, self._whole_roster_from_s, self._told_from_s):
+        for kept in (self.known, self._sent_plans, self._whole_roster_from_s, self._told_from_s):
             for peer in kept.keys() - members.keys():
                 kept.pop(peer)
 
@@ -348,7 +368,7 @@ class ScopeHandlers:
     async def _accepted(self, entry: RosterEntry, channel: Channel, trouble: str = "") -> Message:
         await self.service.flush()
         self.known.pop(entry.peer, None)
-        self._sent_plan_at.pop(entry.peer, None)
+        self._sent_plans.pop(entry.peer, None)
         self._whole_roster_from_s.pop(entry.peer, None)  # joins have limits of their own
         return CoordinatorToPeerJoinAccepted(
             peer=entry.peer,

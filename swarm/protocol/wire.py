@@ -46,7 +46,8 @@ MAX_REQUEST_BYTES = 2**21
 verdict, has four fifths of that."""
 
 MAX_FRAME_BYTES = 2**15
-"""Largest frame of such a message; larger messages are sent in pieces, so ZeroMQ refuses larger frames of callers."""
+"""Largest frame of such a message, and of a notice to a caller; larger ones are sent in pieces. So ZeroMQ refuses
+larger frames of callers, and has no more of a plan enciphered for each of thousands that read slowly."""
 
 _IS_PIECE = 0xC1
 """The only byte that msgpack never uses."""
@@ -132,23 +133,31 @@ def _whole(head: bytes, view: RunView, *, is_notice: bool) -> bytes:
     return notices[head]
 
 
-def cut(data: bytes) -> list[bytes]:
+def cut(data: bytes) -> tuple[bytes, ...]:
     """Cut an encoded message into frames of at most ``MAX_FRAME_BYTES``, each a ZeroMQ message of its own.
 
     A ZeroMQ message of several frames would have no size limit. And libzmq ends a process that closes a socket while
     the connection is lost in the middle of such a message (``session_base.cpp``, ``clean_pipes``)."""
+    global _cut
     if len(data) <= MAX_FRAME_BYTES:
-        return [data]
-    return [
-        _PIECE.pack(_IS_PIECE, len(data), start) + data[start : start + _PIECE_BYTES]
-        for start in range(0, len(data), _PIECE_BYTES)
-    ]
+        return (data,)
+    if data is not _cut[0]:
+        starts = range(0, len(data), _PIECE_BYTES)
+        pieces = (_PIECE.pack(_IS_PIECE, len(data), start) + data[start : start + _PIECE_BYTES] for start in starts)
+        _cut = data, tuple(pieces)
+    return _cut[1]
+
+
+_cut: tuple[bytes, tuple[bytes, ...]] = (b"", ())
+"""The message that was cut last, which may go to thousands, and its pieces."""
 
 
 class Assembly:
     """Joins the pieces of one sender's messages; whole messages may arrive between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int = MAX_REQUEST_BYTES) -> None:
+        """``limit_bytes``: of a whole message; pieces of a larger one are dropped."""
+        self._limit_bytes = limit_bytes
         self._whole = bytearray()
         self._bytes = 0
 
@@ -162,7 +171,7 @@ class Assembly:
         piece = frame[_PIECE.size :]
         if start == 0:
             self._whole, self._bytes = bytearray(), size
-        fits = (size, start) == (self._bytes, len(self._whole)) and size <= MAX_REQUEST_BYTES
+        fits = (size, start) == (self._bytes, len(self._whole)) and size <= self._limit_bytes
         if not fits or len(piece) != min(_PIECE_BYTES, size - start):
             self._whole, self._bytes = bytearray(), 0
             return None

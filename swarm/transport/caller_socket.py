@@ -7,9 +7,13 @@ decoding a heartbeat. Here one callback says that something may have come, and a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import zmq
 import zmq.asyncio
+
+_SHARED_BYTES = 2**14
+"""Size from which a frame is not copied: less is copied faster than libzmq tells that it needs the memory no more."""
 
 
 class CallerSocket:
@@ -18,6 +22,7 @@ class CallerSocket:
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self.socket = socket
         self._direct: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+        self._direct.copy_threshold = _SHARED_BYTES
         self._descriptor = int(self._direct.get(zmq.FD))
         self._may_read = asyncio.Event()
         self._is_closed = False
@@ -34,13 +39,14 @@ class CallerSocket:
                 self._may_read.clear()
         return []
 
-    def send(self, frames: list[bytes]) -> None:
-        """Send at once, large frames without copies, as thousands of callers may wait for the same plan.
+    def send(self, routing: bytes, frames: Iterable[bytes]) -> None:
+        """Send at once, each frame as a message, large ones without copies: thousands may wait for the same plan.
 
         Raises ``zmq.Again`` for a caller that does not read, and other ``zmq.ZMQError``."""
         try:
-            is_large = len(frames[-1]) >= zmq.COPY_THRESHOLD
-            self._direct.send_multipart(frames, zmq.DONTWAIT, copy=not is_large)
+            for frame in frames:
+                is_large = len(frame) >= _SHARED_BYTES
+                self._direct.send_multipart([routing, frame], zmq.DONTWAIT, copy=not is_large)
         finally:
             self._may_read.set()  # libzmq tells of arrivals once, and sending may have taken that in
 

@@ -61,9 +61,12 @@ class Channel:
     _decided: asyncio.Event = field(default_factory=asyncio.Event)
     _trouble: LinkError | None = None
     _sending_pieces: asyncio.Lock = field(default_factory=asyncio.Lock)
-    assembly: Assembly = field(default_factory=Assembly)
+    assembly: Assembly = field(init=False)
     """Of messages that arrive in pieces."""
     _trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_TRIPS))
+
+    def __post_init__(self) -> None:
+        self.assembly = Assembly(MAX_REQUEST_BYTES if self.routing is not None else MAX_MESSAGE_BYTES)
 
     @property
     def round_trip_s(self) -> float | None:
@@ -140,7 +143,8 @@ class Channel:
         try:
             if self.callers is not None and self.routing is not None:
                 # Never wait here: one caller that does not read would block the answers to all others.
-                self.callers.send([self.routing, data])
+                # Each answer is one caller's own, so it is not cut: a caller that reads slowly would fill its queue.
+                self.callers.send(self.routing, cut(data) if envelope.kind == "notice" else (data,))
             else:
                 async with asyncio.timeout(deadline_s):
                     await self._send_frames(cut(data))
@@ -156,7 +160,7 @@ class Channel:
                 raise self.diagnosis(0) from None
             raise
 
-    async def _send_frames(self, frames: list[bytes]) -> None:
+    async def _send_frames(self, frames: tuple[bytes, ...]) -> None:
         if len(frames) == 1:
             await self.socket.send_multipart(frames)
             return

@@ -271,8 +271,9 @@ class ControlPlane:
             size = sum(map(len, frames))
             self._backlog.count_read(int(frames[-1].get(zmq.SRCFD)), size)
             self._limits.download.count_control(size)
-            if len(frames) == 1:
-                await self._dispatch(channel, frames[0].buffer)
+            data = channel.assembly.add(frames[0].buffer) if len(frames) == 1 else None
+            if data is not None:
+                await self._dispatch(channel, data)
             await asyncio.sleep(0)
 
     async def _receive_from_caller(self, routing: bytes, frames: list[zmq.Frame]) -> bool:

@@ -189,7 +189,11 @@ def test_a_plan_is_sent_once_while_it_is_on_its_way_and_again_to_a_member_that_d
             assert await told() == [], "it was sent a moment ago"
             now_s[0] += scope.deadlines.heartbeat_s
             assert [one.plan for one in await told(plan_digest=bytes(32))] == [plan], "it may have got lost"
-            now_s[0] += scope.deadlines.heartbeat_s
+            now_s[0] += 0.9 * scope.deadlines.heartbeat_s
+            assert await told() == [], "what takes longer is on its way: others would wait for repeats"
+            now_s[0] += 0.2 * scope.deadlines.heartbeat_s
+            assert [one.plan for one in await told()] == [plan]
+            now_s[0] += 2 * scope.deadlines.heartbeat_s
             assert await told(plan_digest=plan_digest(plan)) == []
         journal.close()
 

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgpack
 import pytest
 import zmq
 import zmq.asyncio
+from tests.swarm.coordinator.world import entry
 from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, introduce, run, swarm, until
 from zmq.utils import z85
 
@@ -42,6 +43,7 @@ from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import (
     PROTOCOL_VERSION,
     Acknowledged,
+    CoordinatorToPeerTrial,
     PeerToPeerCloseStream,
     PeerToPeerOpenLink,
     PeerToPeerOpenStream,
@@ -49,7 +51,7 @@ from shoal.swarm.protocol.messages import (
     PeerToPeerPong,
 )
 from shoal.swarm.protocol.types import Blob, Message
-from shoal.swarm.protocol.wire import Envelope, encode
+from shoal.swarm.protocol.wire import MAX_FRAME_BYTES, Envelope, encode
 from shoal.swarm.transport import control
 from shoal.swarm.transport.bulk import io_thread
 from shoal.swarm.transport.bulk.data_connection import MAX_CHUNK_BYTES, PREFIX_BYTES, DataConnection
@@ -123,6 +125,41 @@ async def test_notices_are_handled() -> None:
         await channel.notify(PeerToPeerPing())
         async with asyncio.timeout(LONG_S):
             await got.wait()
+
+
+@run
+async def test_large_notices_to_callers_are_frames_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What libzmq enciphers for a caller that reads slowly is one frame, not a whole plan."""
+    async with swarm() as (a, b):
+        got, sizes = list[Message](), list[int]()
+        arrived = asyncio.Event()
+
+        async def handler(channel: control.Channel, message: Message) -> None:
+            got.append(message)
+            if len(got) == 3:
+                arrived.set()
+
+        a.node.control.handle(CoordinatorToPeerTrial, handler)
+        await ping(a, b)
+        back = b.node.control.incoming(a.keys.public)
+        assert back is not None
+        assert back.callers is not None
+        send = back.callers.send
+
+        def counting(routing: bytes, frames: Iterable[bytes]) -> None:
+            frames = list(frames)
+            sizes.extend(map(len, frames))
+            send(routing, frames)
+
+        monkeypatch.setattr(back.callers, "send", counting)
+        named = entry(0).certificate
+        sent = [CoordinatorToPeerTrial(study=size * "a", coordinator=named) for size in (399_000, 9, 70_000)]
+        for one in sent:
+            await back.notify(one)
+        async with asyncio.timeout(LONG_S):
+            await arrived.wait()
+        assert got == sent
+        assert max(sizes) == MAX_FRAME_BYTES
 
 
 @pytest.mark.parametrize(
