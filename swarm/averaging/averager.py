@@ -533,7 +533,7 @@ class _CoordinatorBoard:
     async def post(self, step: PeerToCoordinatorSecureStep) -> CoordinatorToPeerSecureBoard:
         return await self._client.ask(step, CoordinatorToPeerSecureBoard)
 
-    async def changed(self, stage: int, is_due: Callable[[], bool]) -> None:
+    async def changed(self, stage: int, is_due: Callable[[], bool]) -> int:
         client, epoch = self._client, self._client.view.epoch
         view = await client.wait_for(
             lambda view: is_due() or view.round != self._number or view.epoch != epoch or view.secure_stage != stage,
@@ -541,6 +541,7 @@ class _CoordinatorBoard:
         )
         if view.round > self._number:
             await asyncio.Event().wait()  # the verdict is here: nothing is posted any more
+        return view.secure_stage if view.round == self._number else stage
 
     def wake(self) -> None:
         self._client.wake()

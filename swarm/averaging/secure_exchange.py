@@ -60,8 +60,9 @@ class BoardLink(Protocol):
         """Post a step; returns what is shown in answer. Waits while the coordinator is away."""
         ...
 
-    async def changed(self, stage: int, is_due: Callable[[], bool]) -> None:
-        """Return when the round may have got beyond ``stage``, ``is_due()`` holds, or it is time to ask again."""
+    async def changed(self, stage: int, is_due: Callable[[], bool]) -> int:
+        """Return the stage that the round has got to when it may be beyond ``stage``, ``is_due()`` holds, or it is time
+        to ask again."""
         ...
 
     def wake(self) -> None:
@@ -238,13 +239,17 @@ class SecureExchange:
     # The board
 
     async def _follow(self) -> None:
-        """Post what each stage asks for, and take what is shown, until cancelled."""
-        posted: PeerToCoordinatorSecureStep | None = None
+        """Post what each stage asks for, and take what is shown, until cancelled.
+
+        A stage that has begun elsewhere is gone to without asking for it: each answer takes a round trip. Nothing is
+        posted that says and asks for nothing, unless it is time to look."""
+        posted = silence = PeerToCoordinatorSecureStep(round=self._plan.round, plan=self.signer.plan.plan)
         while True:
             step = self.member.step(self._stage)
-            if step == posted:
-                await self._board.changed(self._stage, lambda: self.member.step(self._stage) != posted)  # noqa: B023
-            posted = step = self.member.step(self._stage)
+            if step in (posted, silence):
+                stage = await self._board.changed(self._stage, lambda: self.member.step(self._stage) != step)  # noqa: B023
+                step = self.member.step(max(stage, self._stage))
+            posted = step
             board = await self._board.post(step)
             try:
                 await in_thread(self.member.take, board)
@@ -364,6 +369,7 @@ class SecureExchange:
         waiting = [group for group in self.member.groups if group.among(list(included))]
         due_s = asyncio.get_running_loop().time() + self._context.deadlines.patience_s
         while waiting and not self._is_refusing:
+            known = self._shares_known()  # before they are read: more may come while a thread opens with these
             for group in list(waiting):
                 outcome = await in_thread(self._open, index, group)
                 if not isinstance(outcome, Unopened):
@@ -375,18 +381,19 @@ class SecureExchange:
                     self.member.unopened.append(UnopenedSecret(part=index, dealer=outcome.dealer))
                     self._board.wake()
                     waiting.remove(group)
-            if waiting and not await self._more_shares(due_s):
+            if waiting and not await self._more_shares(known, due_s):
                 break
         return {group: opened[group] for group in self.member.groups if group in opened}
 
-    async def _more_shares(self, due_s: float) -> bool:
-        """Return once more shares may have been revealed, or False when it is time to do without."""
-        known = {part: len(shares) for part, shares in self._revealed.items()}
+    def _shares_known(self) -> dict[int, int]:
+        """Return of how many members shares for each part have been revealed to us."""
+        return {part: len(shares) for part, shares in self._revealed.items()}
+
+    async def _more_shares(self, known: dict[int, int], due_s: float) -> bool:
+        """Return once more shares than those may have been revealed, or False when it is time to do without."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(due_s):
-                await self._changes.until(
-                    lambda: self._is_refusing or {part: len(one) for part, one in self._revealed.items()} != known
-                )
+                await self._changes.until(lambda: self._is_refusing or self._shares_known() != known)
                 return True
         return False
 

@@ -113,7 +113,7 @@ class SecureMember:
             case SecureStage.SHARES:
                 return post.model_copy(update={"sealed": self._sealed})
             case SecureStage.MASKS:
-                wants = "sealed" if self._lacks_shares else ""
+                wants = "sealed" if self._lacks_shares or not self.senders else ""
                 return post.model_copy(update={"arrived": self.arrived, "wants": wants})
             case SecureStage.SETS:
                 return post.model_copy(update={"consent": self._consent})

@@ -31,6 +31,7 @@ from shoal.swarm.protocol.secure import SecureStage, SignedSets, first_scales
 from shoal.swarm.secure.board import SecureBoard, SecureFailure
 from shoal.swarm.secure.groups import MaskingGroup
 from shoal.swarm.secure.member import SecureMember
+from shoal.swarm.secure.opening import Unopened
 from shoal.swarm.secure.reveal_record import RevealRecord
 from shoal.swarm.secure.round_keys import RoundKeys
 
@@ -124,6 +125,31 @@ def test_three_members_wait_for_a_fourth() -> None:
             plays.append(tasks.create_task(run[3].play(contribution(3), 10)))
             await asyncio.wait(plays)
             assert all(isinstance(one.result(), Committed) for one in plays)
+
+    run_virtual(main())
+
+
+def test_shares_that_come_while_a_sum_is_being_opened_open_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, with the shares from before."""
+    real, outcomes_of_opening = secure_exchange.in_thread, list[Any]()
+
+    async def slow(work: Any, *arguments: Any) -> Any:
+        made = await real(work, *arguments)
+        if getattr(work, "__name__", "") == "_open":
+            outcomes_of_opening.append(made)
+            await asyncio.sleep(PATIENCE_S / 10)
+        return made
+
+    monkeypatch.setattr(secure_exchange, "in_thread", slow)
+
+    async def main() -> None:
+        async with swarm(5, toml(50), ELEMENTS) as run:
+            outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(5)])
+            assert any(isinstance(one, Unopened) for one in outcomes_of_opening), "some were too early"
+            first = outcomes[0]
+            assert isinstance(first, Committed)
+            expected = weighted([contribution(index) for index in range(5)], [10] * 5)
+            assert (first.mean.whole().double() - expected).abs().max() < 2 * UNIT["int8"]
 
     run_virtual(main())
 
