@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.chunk_header import ChunkHeader
-from shoal.swarm.averaging.chunk_judge import Shown, Subject, fault_of, make_evidence
+from shoal.swarm.averaging.chunk_judge import Shown, Subject, fault_of, make_evidence, masked_round
 from shoal.swarm.averaging.inclusions import Places, audits_a_round, included_blob
+from shoal.swarm.averaging.masked_round import MaskedRound, most_shown_bytes
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, Busy, DeadlineExceeded, LinkError, MemberGone, ShoalError, WireError
@@ -75,6 +76,8 @@ def auditable(store: ResultStore, verdict: Verdict, me: str) -> Iterator[ChosenC
 
 def _shown_bytes(store: ResultStore, chunk: int, header: ChunkHeader) -> int:
     """Return about how large the evidence on a chunk may be, or on a partial sum of it."""
+    if store.plan.secure is not None:
+        return most_shown_bytes(store, chunk, header) + store.result_bytes(chunk)
     group, (start, stop) = store.group, store.bounds(chunk)
     sums = [_sum_bytes(store, chunk, row) for row in header.reduced_rows]
     rows = [len(group.rows[row]) for row in header.reduced_rows]
@@ -117,12 +120,14 @@ def choose(
 
 @dataclass(frozen=True)
 class _CommittedPart:
-    """A committed part of a round. ``about``: the round's plan; ``results``: the part's chunks, in order."""
+    """A committed part of a round. ``about``: the round's plan; ``results``: the part's chunks, in order; ``masked``:
+    of a secure round."""
 
     store: ResultStore
     verdict: Verdict
     about: PlanStatement
     results: list[memoryview]
+    masked: MaskedRound | None
 
 
 class Auditor:
@@ -204,14 +209,24 @@ class Auditor:
         chosen = await in_thread(choose, store, verdict, self._me, self._known, self._share, self._rng)
         chosen.sort(key=lambda one: store.plan.members[one.maker].peer in {*self._silent, *self._owing})  # those last
         about = PlanStatement(name_of(verdict), await in_thread(plan_digest, store.plan))
+        masked = await in_thread(masked_round, store, about, verdict)
         # Held from now on: the store drops them when the next round is committed.
         results = {one.part: store.bytes_of(store.plan.parts[one.part]) for one in chosen}
         for one in chosen:
             if self._offered is not None:  # makers drop what they show of a round at the next verdict but one
                 log.info("round %d: no more audits: a newer round was committed", verdict.round)
                 return
-            part, committed = store.plan.parts[one.part], _CommittedPart(store, verdict, about, results[one.part])
+            part, committed = (
+                store.plan.parts[one.part],
+                _CommittedPart(store, verdict, about, results[one.part], masked),
+            )
             mean = Subject(one.part, one.chunk, None, results[one.part][one.chunk - store.chunks_of(part).start])
+            if masked is not None:
+                try:
+                    await in_thread(masked.check_sets, one.part, mean.header(store))
+                except WireError as error:  # no fault of the maker's
+                    log.warning("round %d: no audit of chunk %d: %s", verdict.round, one.chunk, error)
+                    continue
             shown = await self._audit(committed, mean, one.maker)
             sums, row_reducers = {} if shown is None else shown.partial_sums, store.plan.row_reducers(part)
             others = [row for row in sorted(sums) if store.plan.members[row_reducers[row]].peer != self._me]
@@ -226,8 +241,8 @@ class Auditor:
         store, number, chunk = committed.store, committed.store.plan.round, subject.chunk
         maker = store.plan.members[member].peer
         try:
-            shown = await self._shown(store, subject, maker)
-            fault = await in_thread(fault_of, store, committed.about, subject, member, shown)
+            shown = await self._shown(committed, subject, maker)
+            fault = await in_thread(fault_of, store, committed.about, subject, member, shown, committed.masked)
         except MemberGone as error:
             log.info("round %d: no audit of chunk %d: %s", number, chunk, error)
             return None
@@ -266,24 +281,32 @@ class Auditor:
             else:
                 await self._show(maker, number, evidence)
 
-    async def _shown(self, store: ResultStore, subject: Subject, maker: str) -> Shown:
+    async def _shown(self, committed: _CommittedPart, subject: Subject, maker: str) -> Shown:
         """Fetch what the maker included in a chunk. Raises ``ShoalError``, the maker's too."""
         for _ in range(_TRIES - 1):
             try:
-                return await self._fetch(store, subject, maker)
+                return await self._fetch(committed, subject, maker)
             except Busy:
                 await asyncio.sleep(self._deadlines.heartbeat_s * self._rng.random())
-        return await self._fetch(store, subject, maker)
+        return await self._fetch(committed, subject, maker)
 
-    async def _fetch(self, store: ResultStore, subject: Subject, maker: str) -> Shown:
-        chunk, places, header = subject.chunk, Places(store.group), subject.header(store)
-        size = store.leaf_grid.chunk_bytes(*store.bounds(chunk))
-        sum_sizes = [_sum_bytes(store, chunk, row) for row in range(len(store.group.rows))]
+    async def _fetch(self, committed: _CommittedPart, subject: Subject, maker: str) -> Shown:
+        store, masked, part = committed.store, committed.masked, subject.part
+        chunk, places, header = subject.chunk, Places.of(store), subject.header(store)
         members = {one: places.contribution(chunk, one) for one in subject.group(store).summed_directly(header)}
         rows = {row: places.partial_sum(chunk, row) for row in header.reduced_rows}
-        wanted = dict.fromkeys(members.values(), size) | {place: sum_sizes[row] for row, place in rows.items()}
+        wanted = {place: _sum_bytes(store, chunk, row) for row, place in rows.items()}
+        if masked is None:
+            size = store.leaf_grid.chunk_bytes(*store.bounds(chunk))
+            wanted |= dict.fromkeys(members.values(), size)
+            sizes = [size, *(_sum_bytes(store, chunk, row) for row in range(len(store.group.rows)))]
+        else:
+            wanted |= {place: masked.chunk_bytes(part, chunk, one) for one, place in members.items()}
+            wanted[places.opening(chunk)] = masked.opening_bytes(part, header)
+            sizes = [masked.chunk_bytes(part, chunk, one) for one in range(len(store.plan.members))]
+            sizes.append(masked.opening_bytes(part, header))
         received: dict[int, memoryview] = {}
-        ignored = memoryview(bytearray(max(size, *sum_sizes)))  # for what came to the maker, but is not in the mean
+        ignored = memoryview(bytearray(max(sizes)))  # for what came to the maker, but is not in the mean
 
         def sink(place: int, size_bytes: int) -> memoryview:  # on the data plane's thread
             if size_bytes not in (0, wanted.get(place, size_bytes)) or size_bytes > ignored.nbytes:
@@ -305,4 +328,5 @@ class Auditor:
         return Shown(
             {member: received[place] for member, place in members.items()},
             {row: received[place] for row, place in rows.items()},
+            memoryview(b"") if masked is None else received[places.opening(chunk)],
         )

@@ -350,7 +350,7 @@ class Averager:
                 running.cancel()
                 return None
         result = running.result()
-        if self.auditor is not None and isinstance(exchange, AllReduce):
+        if self.auditor is not None:
             accused = self.auditor.accused(plan.round)
             result.failed |= {index for index, one in enumerate(plan.members) if one.peer in accused}
         report = await in_thread(result.report, store, exchange.deliveries())
@@ -379,22 +379,32 @@ class Averager:
         member = await in_thread(make, store.plan, signer, self._nonce, self.reveal_record)
         self._secure_member = member
         feedback, board = self.round_feedback.error_feedback, _CoordinatorBoard(client, number)
-        return SecureExchange(self._endpoint, store, signer, feedback, member, board, client.deadlines, client.was_away)
+        exchange = SecureExchange(
+            self._endpoint, store, signer, feedback, member, board, client.deadlines, client.was_away
+        )
+        self._keep_inclusions(exchange)
+        return exchange
 
     def _all_reduce(self, store: ResultStore, signer: PlanSigner) -> AllReduce:
         client, feedback, contribution = self._client, self.round_feedback.error_feedback, self._contribution
         assert contribution is not None, "the plan has our root"
-        deadlines, prefetch, number = client.deadlines, self._prefetch, store.plan.round
+        deadlines, prefetch = client.deadlines, self._prefetch
         exchange = AllReduce(
             self._endpoint, store, signer, feedback, contribution, deadlines, client.was_away, prefetch
         )
-        share = client.run_file.audit.share
+        self._keep_inclusions(exchange)
+        return exchange
+
+    def _keep_inclusions(self, exchange: AllReduce | SecureExchange) -> None:
+        """Have an exchange keep what its means include, where it will be audited."""
+        store, share = exchange.store, self._client.run_file.audit.share
+        number = store.plan.round
         if share and len(store.plan.members) > 1:  # alone, there is no auditor
             if number not in self._inclusions:
                 self._drop_old_inclusions()
-                self._inclusions[number] = Inclusions(store, share, self.inclusions_folder)
+                may_read = None if store.plan.secure is None else self._client.is_trainer
+                self._inclusions[number] = Inclusions(store, share, self.inclusions_folder, may_read)
             exchange.keep_inclusions(self._inclusions[number])
-        return exchange
 
     def _drop_inclusions(self, number: int) -> None:
         kept = self._inclusions.pop(number, None)
@@ -473,7 +483,7 @@ class Averager:
             self._rounds_with.update(one.peer for one in verdict.plan.members)
         self.round_feedback.measure()
         self._show_inclusions(offer.round)
-        if self.auditor is not None and verdict.plan.secure is None:
+        if self.auditor is not None:
             self.auditor.offer(self._stores[offer.round], verdict)
         await self._keep_contribution(offer.round, is_in_mean=planned)
         return Committed(mean, verdict, included=planned)

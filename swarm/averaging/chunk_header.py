@@ -20,7 +20,8 @@ class ChunkHeader:
     """Members in a mean, ``included``, in the plan's order, and the rows that came into it as partial sums.
 
     ``seal``: in a grid, of a mean the name of those partial sums, zeros where there is none, and of a partial sum its
-    row reducer's signature (``partial_sums.py``); empty in a flat group."""
+    row reducer's signature (``partial_sums.py``); in a secure round the name of all masked sums of the part
+    (``secure/sum_names.py``); empty in any other flat group."""
 
     included: list[int] = field(default_factory=list)
     reduced_rows: list[int] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Group:
         for index, member in enumerate(plan.members):
             rows[member.row].append(index)
         weights = tuple(member.weight for member in plan.members)
-        return cls(tuple(map(tuple, rows)), weights, _NAME_BYTES if plan.columns else 0)
+        return cls(tuple(map(tuple, rows)), weights, _NAME_BYTES if plan.columns or plan.secure is not None else 0)
 
     def row(self, index: int) -> Group:
         """Return one row as a group of its own: its mean is that row's partial sum."""

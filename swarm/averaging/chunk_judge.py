@@ -3,7 +3,8 @@
 Owners and row reducers reduce the same way (``reduction.PartReducer``), and the same contributions and partial sums
 give the same bytes on every machine, so a difference proves that whoever signed the chunk did not make what it claims.
 A mean that includes a wrong partial sum is right; the partial sum itself shows that it is wrong. How far that moved the
-mean is compared with how far its maker's own contribution could have moved it.
+mean is compared with how far its maker's own contribution could have moved it. Means of secure rounds are made again
+from masked contributions (``masked_round.py``).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from shoal.compression.formats import CodecError
 from shoal.compression.norms import RELATIVE_ERROR
 from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
+from shoal.swarm.averaging.masked_round import MaskedRound
 from shoal.swarm.averaging.merkle import MerkleTree, is_of
-from shoal.swarm.averaging.norm_bounds import NormBounds
+from shoal.swarm.averaging.norm_bounds import NormBounds, secure_influence
 from shoal.swarm.averaging.partial_sums import is_signed, name_of_sums
 from shoal.swarm.averaging.reduction import PartReducer, ReducedChunk
 from shoal.swarm.averaging.results import ResultStore, chunk_digest
@@ -95,10 +97,11 @@ class Subject:
 @dataclass(frozen=True)
 class Shown:
     """Inputs of a subject, as its maker shows them: by member chunks of contributions with their paths; by row
-    partial sums with their signatures."""
+    partial sums with their signatures; of a secure round what has opened the part."""
 
     contributions: Mapping[int, memoryview]
     partial_sums: Mapping[int, memoryview] = field(default_factory=dict)
+    opening: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def judge(data: bytes, facts: RunFacts) -> Judgement:
             raise WireError("the chunk is not of that part")
         about = PlanStatement(name_of(evidence.verdict), plan_digest(plan))
         maker = _maker(evidence, store) if subject.row is None else _row_reducer(evidence, store, subject, about)
-        fault = fault_of(store, about, subject, maker, _shown(evidence))
+        fault = fault_of(store, about, subject, maker, _shown(evidence), masked_round(store, about, evidence.verdict))
     except WireError as error:
         return Judgement("void", str(error))
     peer = plan.members[maker].peer
@@ -199,14 +202,37 @@ def _shown(evidence: Evidence) -> Shown:
     return Shown(
         {one.member: memoryview(one.data) for one in evidence.contributions},
         {one.row: memoryview(one.data) for one in evidence.partial_sums},
+        memoryview(evidence.opening),
     )
 
 
-def fault_of(store: ResultStore, about: PlanStatement, subject: Subject, maker: int, shown: Shown) -> Fault | None:
-    """Return what is wrong with a subject, None if it is right. ``maker``: index of the plan. For a worker thread.
+def masked_round(store: ResultStore, about: PlanStatement, verdict: Verdict) -> MaskedRound | None:
+    """Return what a judge has to know of a secure round, None of any other one. For a worker thread.
+
+    Raises ``WireError`` where the verdict names no sets."""
+    if store.plan.secure is None:
+        return None
+    if verdict.signed_sets is None:
+        raise WireError("the verdict of a secure round names no sets")
+    return MaskedRound(store, about, verdict.signed_sets)
+
+
+def fault_of(
+    store: ResultStore,
+    about: PlanStatement,
+    subject: Subject,
+    maker: int,
+    shown: Shown,
+    masked: MaskedRound | None = None,
+) -> Fault | None:
+    """Return what is wrong with a subject, None if it is right. ``maker``: index of the plan; ``masked``: of a secure
+    round. For a worker thread.
 
     Raises ``WireError`` where not exactly that is shown which it says it includes: that proves nothing."""
     plan, chunk, group, header = store.plan, subject.chunk, subject.group(store), subject.header(store)
+    if masked is not None:
+        right = masked.mean_again(subject.part, chunk, header, shown.contributions, shown.opening)
+        return None if same_bytes(right, subject.data) else _wrong_mean(store, group, subject, maker, right)
     if sorted(shown.contributions) != group.summed_directly(header):
         raise WireError("not all the contributions are shown that the chunk includes, or others")
     sums = [shown.partial_sums[row] for row in header.reduced_rows if row in shown.partial_sums]
@@ -225,9 +251,11 @@ def fault_of(store: ResultStore, about: PlanStatement, subject: Subject, maker: 
     is_same = same_bytes(again[: group.bits_bytes], subject.data[: group.bits_bytes]) and same_bytes(
         again[start:], subject.data[start:]
     )
-    if is_same:
-        return None
-    excess = _excess(store, group, subject, maker, again)
+    return None if is_same else _wrong_mean(store, group, subject, maker, again)
+
+
+def _wrong_mean(store: ResultStore, group: Group, subject: Subject, maker: int, again: memoryview) -> Fault:
+    chunk, excess = subject.chunk, _excess(store, group, subject, maker, again)
     reason = f"chunk {chunk} is not the mean of what it says it includes"
     return Fault(
         f"{reason}: it is off by {excess:.3g} times what its maker's own contribution could have moved it", excess
@@ -239,7 +267,10 @@ def _excess(store: ResultStore, group: Group, subject: Subject, maker: int, agai
     chunk, included = subject.chunk, subject.header(store).included
     wrong, right = _values(store, group, chunk, subject.data), _values(store, group, chunk, again)
     moved = float((wrong - right).double().norm())
-    allowed = store.norm_bounds.influence(maker, included, *store.bounds(chunk))
+    if store.plan.secure is None:
+        allowed = store.norm_bounds.influence(maker, included, *store.bounds(chunk))
+    else:
+        allowed = secure_influence(store.plan, store.plan.secure, maker, included, store.bounds(chunk))
     return min(moved / allowed, _MOST_EXCESS) if allowed else _MOST_EXCESS
 
 
@@ -305,5 +336,6 @@ def make_evidence(verdict: Verdict, subject: Subject, results: Sequence[memoryvi
             path=path,
             contributions=tuple(ShownContribution(member=one, data=bytes(data)) for one, data in contributions),
             partial_sums=tuple(ShownPartialSum(row=one, data=bytes(data)) for one, data in sums),
+            opening=bytes(shown.opening),
         )
     )

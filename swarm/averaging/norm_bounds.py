@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.compression.codec_map import CodecMap
+from shoal.compression.fixed_point import largest_code
 from shoal.compression.robust_mean import LENGTHENING
 from shoal.swarm.averaging.norm_claims import claimed_squares, range_elements
 from shoal.swarm.protocol.rounds import RoundPlan
@@ -104,6 +105,18 @@ def secure_mean_bound(plan: RoundPlan, secure: SecurePlan, growth: float, bounds
     exponents = np.frombuffer(secure.scales, np.int8)[start // secure.block : -(-stop // secure.block)]
     square = float(np.square(np.ldexp(codes, exponents.astype(np.int64))).sum()) * secure.block
     return _with_slack(square, growth, stop - start)
+
+
+def secure_influence(
+    plan: RoundPlan, secure: SecurePlan, member: int, included: Sequence[int], bounds: tuple[int, int]
+) -> float:
+    """Return how far this member's own contribution, with the largest codes, can move the mean of ``included`` members
+    at these values, in a secure round."""
+    start, stop = bounds
+    units = np.ldexp(1.0, np.frombuffer(secure.scales, np.int8)[start // secure.block : -(-stop // secure.block)])
+    sizes = np.minimum(secure.block, stop - np.arange(start, stop, secure.block))
+    total = sum(plan.members[one].weight for one in {*included, member})
+    return largest_code(secure.bits) * plan.members[member].weight / total * math.sqrt(float((units**2 * sizes).sum()))
 
 
 def _with_slack(square: float, growth: float, values: int) -> float:

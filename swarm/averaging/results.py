@@ -131,6 +131,8 @@ class ResultStore(ChunkStore):
         self.group = Group.of(plan)
         self.signed_sums: dict[int, list[set[int]]] = {}
         """Of a secure round that we take part in: by start of a part, the members of each group's sum."""
+        self.signed_names: dict[int, bytes] = {}
+        """The name of these sums together, which its mean has to name."""
         self._dropped: set[int] = set()
         self._undecodable: set[int] = set()
         self._digests: dict[int, bytes] = {}
@@ -268,7 +270,7 @@ class ResultStore(ChunkStore):
         if not header.included:
             return
         if self.plan.secure is not None:
-            self._check_members(chunk, set(header.included))
+            self._check_members(chunk, header)
             bound = secure_mean_bound(self.plan, self.plan.secure, self.codec(chunk).growth, (start, stop))
         else:
             bound = self.norm_bounds.mean(header.included, start, stop, with_partial_sums=bool(header.reduced_rows))
@@ -280,15 +282,19 @@ class ResultStore(ChunkStore):
             norm, most = math.sqrt(square), math.sqrt(bound)
             raise AboveBound(f"its mean of chunk {chunk} has norm {norm:.3g}; by the plan it is up to {most:.3g}")
 
-    def _check_members(self, chunk: int, included: set[int]) -> None:
-        """Raise ``AboveBound`` for a secure mean of others than the groups whose sums were signed for."""
+    def _check_members(self, chunk: int, header: ChunkHeader) -> None:
+        """Raise ``AboveBound`` for a secure mean of others than the groups whose sums were signed for, or of other
+        masked sums than these."""
         part = next(part for part in self.plan.parts if chunk in self.chunks_of(part))
         sums = self.signed_sums.get(part.start)
         if sums is None:
             return
+        included = set(header.included)
         whole = [each for each in sums if each <= included]
         if included != set().union(*whole) or len(whole) < fewest_groups(is_trimmed=self.plan.mean == "trimmed"):
             raise AboveBound(f"its mean of chunk {chunk} is not one of the members that were signed for")
+        if header.seal != self.signed_names[part.start]:
+            raise AboveBound(f"its mean of chunk {chunk} names other masked sums than were signed for")
 
     def adopt(self, chunks: Sequence[memoryview | None]) -> None:
         """Start from these chunks, by index. Raises ``WireError`` as ``check``."""

@@ -10,47 +10,46 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.fixed_point import FixedPoint, mean_of, moves_of, next_exponents, packed_codes
+from shoal.compression.fixed_point import FixedPoint, moves_of, next_exponents, packed_codes
 from shoal.compression.formats import CodecError
-from shoal.compression.robust_mean import mean_of_groups
-from shoal.compression.weighted_mean import EncodingLoss
 from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.chunk_streams import ExchangeContext, StreamRequest
 from shoal.swarm.averaging.contribution import contribution_blob
+from shoal.swarm.averaging.inclusions import Inclusions
+from shoal.swarm.averaging.masked_chunks import LaneLayout, SignedRoot, checked_lanes, write_proofs
+from shoal.swarm.averaging.masked_means import encoded_mean, heaviest, mean_of_sums
 from shoal.swarm.averaging.reduction import ReducedChunk
 from shoal.swarm.averaging.result_fetch import fetch_part
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.straggler_guard import StragglerGuard
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import AboveBound, BlobUnavailable, SecureRefused, ShoalError, StorageError
+from shoal.swarm.errors import AboveBound, BlobUnavailable, SecureRefused, ShoalError, StorageError, WireError
 from shoal.swarm.protocol.messages import CoordinatorToPeerSecureBoard, PeerToCoordinatorSecureStep
 from shoal.swarm.protocol.rounds import Part, RoundPlan
-from shoal.swarm.protocol.secure import Arrival, SecurePlan, SecureStage, UnopenedSecret, fewest_groups
+from shoal.swarm.protocol.secure import Arrival, SecureStage, UnopenedSecret, fewest_groups
 from shoal.swarm.protocol.statements import ChunkRanges, PlanSigner
 from shoal.swarm.protocol.types import Blob, Delivery
-from shoal.swarm.secure.groups import MaskingGroup, lane_bits
-from shoal.swarm.secure.masks import Lanes, add_masks, add_packed, pack, packed_bytes, padded
+from shoal.swarm.secure.groups import MaskingGroup
+from shoal.swarm.secure.masks import Lanes, add_masks, add_packed, pack
 from shoal.swarm.secure.member import SecureMember
-from shoal.swarm.secure.opening import Unopened, masks_left
+from shoal.swarm.secure.opening import Unopened, masks_of, secrets_of
+from shoal.swarm.secure.shown_opening import ShownOpening
+from shoal.swarm.secure.sum_names import keys_digest, names_of_sums
 from shoal.swarm.transport.bulk.source import ChunkSource
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
-
-_AT_ONCE = 2**17
-"""Elements of a call to encode: with what it reads and writes they stay in a processor's cache."""
 
 
 class BoardLink(Protocol):
@@ -68,43 +67,6 @@ class BoardLink(Protocol):
     def wake(self) -> None:
         """Have ``is_due`` looked at again."""
         ...
-
-
-class LaneLayout:
-    """Lanes of a round's chunks: the codes of a chunk, and zeros up to a whole group of lanes."""
-
-    def __init__(self, store: ResultStore) -> None:
-        assert store.plan.secure is not None
-        self.secure: SecurePlan = store.plan.secure
-        self.scales: NDArray[np.int8] = np.frombuffer(self.secure.scales, dtype=np.int8)
-        self._store = store
-
-    def blocks(self, start: int, stop: int) -> slice:
-        """Return the blocks of a range of elements that begins with one."""
-        return slice(start // self.secure.block, -(-stop // self.secure.block))
-
-    def runs(self, chunk: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of elements of a chunk that are encoded in one call: whole leaves."""
-        start, stop = self._store.bounds(chunk)
-        step = max(1, _AT_ONCE // self._store.leaf_grid.leaf) * self._store.leaf_grid.leaf
-        for first in range(start, stop, step):
-            yield first, min(first + step, stop)
-
-    def values(self, chunk: int) -> int:
-        start, stop = self._store.bounds(chunk)
-        return stop - start
-
-    def lanes(self, chunk: int) -> int:
-        """Return the number of lanes of a chunk."""
-        return padded(self.values(chunk))
-
-    def places(self, chunks: range) -> list[slice]:
-        """Return where the lanes of each of these chunks are among those of all."""
-        places, at = [], 0
-        for chunk in chunks:
-            places.append(slice(at, at + self.lanes(chunk)))
-            at = places[-1].stop
-        return places
 
 
 class MaskedSource:
@@ -136,10 +98,11 @@ class MaskedSource:
 
 @dataclass
 class _PartSum:
-    """Sums of a part's masked lanes by group, and whose they are. Once ``is_closed``, nobody is added any more."""
+    """Sums of a part's masked lanes by group; whose they are, with the root that each has signed. Once ``is_closed``,
+    nobody is added any more."""
 
     sums: dict[MaskingGroup, Lanes]
-    members: set[int] = field(default_factory=set)
+    roots: dict[int, bytes] = field(default_factory=dict)
     is_closed: bool = False
 
 
@@ -167,8 +130,8 @@ class SecureExchange:
         """Masked chunks that have arrived here."""
         self.made_chunks: dict[int, ReducedChunk] = {}
         self._plan: RoundPlan = store.plan
-        self._is_trimmed = store.plan.mean == "trimmed"
-        self._fewest = fewest_groups(is_trimmed=self._is_trimmed)
+        self._fewest = fewest_groups(is_trimmed=store.plan.mean == "trimmed")
+        self._inclusions: Inclusions | None = None
         self._endpoint = endpoint
         self._board = board
         self._layout = LaneLayout(store)
@@ -185,11 +148,17 @@ class SecureExchange:
         self._owned = [index for index, part in enumerate(self._plan.parts) if part.owner == self.me]
         self._sums: dict[int, _PartSum] = {}
         self._revealed: dict[int, dict[int, bytes]] = {}
+        self._secrets: dict[int, dict[int, bytes]] = {}
+        """By part, what has opened its sums, by sender."""
         self._guard = StragglerGuard(
             self._context, lambda: [part.start for part in self._plan.parts if not self.store.has(part)]
         )
 
     # Interface of every exchange
+
+    def keep_inclusions(self, inclusions: Inclusions) -> None:
+        """Keep what our means are made of, for auditors. Call it before ``run``."""
+        self._inclusions = inclusions
 
     async def run(self) -> ExchangeResult:
         """Run the exchange until every part is in the store or given up."""
@@ -259,8 +228,9 @@ class SecureExchange:
                 self._refuse()
                 return
             self._stage = board.stage
-            for part, included in zip(self._plan.parts, self.member.sets, strict=False):
+            for part, included, name in zip(self._plan.parts, self.member.sets, self.member.names, strict=False):
                 self.store.signed_sums[part.start] = self._sums_of(included)
+                self.store.signed_names[part.start] = name
             for one in board.revealed:
                 self._revealed.setdefault(one.part, {})[one.member] = one.shares
             self._changes.announce()
@@ -293,7 +263,7 @@ class SecureExchange:
             self._refuse()
 
     def _masked(self, index: int) -> list[memoryview]:
-        """Encode and mask a part; returns its chunks. For a worker thread."""
+        """Encode and mask a part; returns its chunks with their proofs. For a worker thread."""
         part, layout, group = self._plan.parts[index], self._layout, self.member.group
         chunks = self.store.chunks_of(part)
         places = layout.places(chunks)
@@ -313,26 +283,25 @@ class SecureExchange:
                 signed[at : at + codes.size] = codes
                 at += codes.size
         add_masks(lanes, self.member.masks(index))
-        bits, masked = lane_bits(len(group.members), layout.secure.bits), []
-        for place in places:
-            out = np.empty(packed_bytes(place.stop - place.start, bits), dtype=np.uint8)
-            pack(lanes[place], bits, out)
+        members, masked = len(group.members), []
+        sizes = [layout.packed_bytes(chunk, members) for chunk in chunks]
+        for chunk, place, size in zip(chunks, places, sizes, strict=True):
+            out = np.empty(layout.chunk_bytes(part, chunk, members), dtype=np.uint8)
+            pack(lanes[place], layout.bits(members), out[:size])
             masked.append(out.data)
+        write_proofs(masked, sizes, functools.partial(self.member.sign_masked, index))
         return masked
 
     @property
     def factor(self) -> float:
         """Factor of our values: our weight over that of the heaviest member of our group."""
-        return self._plan.members[self.me].weight / self._heaviest(self.member.group)
+        return self._plan.members[self.me].weight / heaviest(self._plan, self.member.group)
 
     @property
     def least(self) -> int:
         """The largest code that a block needs: two for the lightest member, were it to bring the same."""
         weights = [member.weight for member in self._plan.members]
         return -(-2 * weights[self.me] // min(weights))
-
-    def _heaviest(self, group: MaskingGroup) -> int:
-        return max(self._plan.members[one].weight for one in group.members)
 
     # Summing and opening, as an owner
 
@@ -342,7 +311,10 @@ class SecureExchange:
             await self._collect(index)
             if len(self._sums) == len(self._owned) and all(one.is_closed for one in self._sums.values()):
                 self.member.arrived = tuple(
-                    Arrival(part=part, members=tuple(sorted(one.members))) for part, one in sorted(self._sums.items())
+                    Arrival(part=part, members=tuple(roots), roots=tuple(roots.values()))
+                    for part, roots in sorted(
+                        (part, dict(sorted(one.roots.items()))) for part, one in self._sums.items()
+                    )
                 )
                 self._board.wake()
         await self._changes.until(lambda: self._stage >= SecureStage.OPEN)
@@ -363,7 +335,7 @@ class SecureExchange:
         A group stays out if a dealer's shares are wrong, or if a patience is over and too few were revealed: nobody can
         open its sum. Without any group the part has an empty mean, for which nobody need wait."""
         included, summed = set(self.member.sets[index]) if self.member.sets else set(), self._sums.get(index)
-        if included and (summed is None or not included <= summed.members):
+        if included and (summed is None or not included <= summed.roots.keys()):
             return None
         opened: dict[MaskingGroup, tuple[list[int], Lanes]] = {}
         waiting = [group for group in self.member.groups if group.among(list(included))]
@@ -412,11 +384,11 @@ class SecureExchange:
             async with asyncio.TaskGroup() as tasks:
                 for group in sums:
                     for member in self.member.senders_of(group):
-                        tasks.create_task(self._add(guard, summed, turn, group, member, chunks, behind))
+                        tasks.create_task(self._add(guard, summed, turn, group, member, index, behind))
             watch.cancel()
         summed.is_closed = True
         self._sums[index] = summed
-        self._exchange.undelivered |= set(self.member.senders) - summed.members
+        self._exchange.undelivered |= set(self.member.senders) - summed.roots.keys()
 
     async def _add(
         self,
@@ -425,15 +397,25 @@ class SecureExchange:
         turn: asyncio.Lock,
         group: MaskingGroup,
         member: int,
-        chunks: range,
+        index: int,
         behind: set[int],
     ) -> None:
-        """Fetch a member's masked part and add it to its group's sum."""
-        bits = lane_bits(len(group.members), self._layout.secure.bits)
+        """Fetch a member's masked part and add it to its group's sum, if it is what the member has signed."""
+        part, layout, inclusions, many = self._plan.parts[index], self._layout, self._inclusions, len(group.members)
+        chunks = self.store.chunks_of(part)
         here: dict[int, memoryview] = {}
+        signed: list[SignedRoot] = []
 
         def sizes(chunk: int) -> Collection[int]:
-            return (packed_bytes(self._layout.lanes(chunk), bits),)
+            return (layout.chunk_bytes(part, chunk, many),)
+
+        def check(chunk: int, data: memoryview) -> None:
+            place, size = chunk - chunks.start, layout.packed_bytes(chunk, many)
+            _, shown = checked_lanes(data, size, place, len(chunks))
+            if not signed and shown.is_of(self.signer.plan, index, member, self._plan.members[member]):
+                signed.append(shown)
+            if signed != [shown]:
+                raise WireError("a masked chunk has another root than that which its member has signed for this part")
 
         request = StreamRequest(self._blob, sizes, 0, self._context.deadlines.contribution_s)
         meter = self._context.meter(member, self._blob)
@@ -441,6 +423,7 @@ class SecureExchange:
         async def attempt() -> None:
             rest = range(chunks.start + len(here), chunks.stop)
             async for chunk, data in self._context.open_stream(member, request, rest, meter):
+                await in_thread(check, chunk, data)
                 here[chunk] = data
                 self.moved += 1
 
@@ -457,71 +440,62 @@ class SecureExchange:
 
         def add() -> None:
             total = summed.sums[group]
-            for chunk, place in zip(chunks, self._layout.places(chunks), strict=True):
-                add_packed(here.pop(chunk), bits, total[place])
+            for chunk, place in zip(chunks, layout.places(chunks), strict=True):
+                data = here.pop(chunk)
+                if inclusions is not None:
+                    inclusions.keep(chunk, member, data)
+                add_packed(data[: layout.packed_bytes(chunk, many)], layout.bits(many), total[place])
 
         async with turn:
             await in_thread(add)
-            summed.members.add(member)
+            summed.roots[member] = signed[0].root
 
     def _open(self, index: int, group: MaskingGroup) -> tuple[list[int], Lanes] | Unopened:
         """Take the masks off one group's sum; returns whose it is. For a worker thread."""
         summed, mine = self._sums[index], group.among(self.member.sets[index])
-        if set(mine) != summed.members.intersection(group.members):
+        if set(mine) != summed.roots.keys() & set(group.members):
             return Unopened(None)  # other sets than what we have summed: nobody can open that
         revealed = dict(self._revealed.get(index, {}))
         senders = self.member.senders_of(group)
-        left = masks_left(self.signer.plan, index, group, senders, mine, self.member.keys, revealed)
-        if isinstance(left, Unopened):
-            return left
+        secrets = secrets_of(index, group, senders, mine, self.member.keys, revealed)
+        if isinstance(secrets, Unopened):
+            return secrets
+        self._secrets.setdefault(index, {}).update(secrets)
         lanes = summed.sums[group].copy()
-        add_masks(lanes, left)
+        add_masks(lanes, masks_of(self.signer.plan, index, mine, self.member.keys, secrets))
         return mine, lanes
 
     def _make(self, index: int, opened: dict[MaskingGroup, tuple[list[int], Lanes]]) -> None:
         """Make a part's mean from the groups' sums, encoded once.
 
         Where these are compared with each other and too few could be opened, the mean is empty, as without any."""
-        layout, store, is_trimmed = self._layout, self.store, self._is_trimmed
+        layout, store = self._layout, self.store
         included = sorted(member for members, _ in opened.values() for member in members)
         chunks = store.chunks_of(self._plan.parts[index])
         if len(opened) < self._fewest:
             nothing = ReducedChunk(memoryview(store.group.pack_header(ChunkHeader())), [], None)
             self.made_chunks.update(dict.fromkeys(chunks, nothing))
             return
-        weight = store.group.weight(included)
+        header = ChunkHeader(included, seal=self.member.names[index])
         for chunk, place in zip(chunks, layout.places(chunks), strict=True):
-            start, stop = store.bounds(chunk)
-            block, scales = layout.secure.block, layout.scales[layout.blocks(start, stop)]
-            means, total = [], np.zeros(stop - start)
-            for group, (members, lanes) in opened.items():
-                one = self._weighted(group, lanes[place][: stop - start])
-                if is_trimmed:
-                    means.append(mean_of(one, block, scales, 1 / store.group.weight(members)))
-                else:
-                    total += one
-            mean = mean_of_groups(means) if is_trimmed else mean_of(total, block, scales, 1 / weight)
-            self.made_chunks[chunk] = self._encoded(chunk, mean, ChunkHeader(included))
-
-    def _weighted(self, group: MaskingGroup, lanes: Lanes) -> NDArray[np.float64]:
-        """Return the sums of a group's codes, times weights."""
-        shift = 16 - lane_bits(len(group.members), self._layout.secure.bits)
-        signed = (lanes << np.uint16(shift)).view("<i2") >> np.int16(shift)
-        sums: NDArray[np.float64] = signed * np.float64(self._heaviest(group))
-        return sums
+            sums = {group: (members, lanes[place]) for group, (members, lanes) in opened.items()}
+            self.made_chunks[chunk] = self._encoded(chunk, mean_of_sums(store, layout, chunk, sums), header)
+        if self._inclusions is not None:
+            self._keep_opening(self._inclusions, index, set(included))
 
     def _encoded(self, chunk: int, mean: torch.Tensor, header: ChunkHeader) -> ReducedChunk:
-        store, group, codec = self.store, self.store.group, self.store.codec(chunk)
-        result = store.buffers.results.take(store.result_bytes(chunk), group.header_bytes)
-        result[: group.header_bytes] = group.pack_header(header)
-        packed = torch.frombuffer(result[group.header_bytes :], dtype=torch.uint8)
-        left = torch.zeros_like(mean)
-        try:
-            codec.encode_residual(mean, left, left.view(-1), packed)
-        except CodecError:  # a sum that does not fit into float32
-            return ReducedChunk(memoryview(group.pack_header(ChunkHeader())), [], None)
-        loss = EncodingLoss.of(left) if not self._is_trimmed else None  # it would come in one group, trimmed
-        return ReducedChunk(result, header.included, loss)
+        return encoded_mean(self.store, chunk, mean, header)
+
+    def _keep_opening(self, inclusions: Inclusions, index: int, included: set[int]) -> None:
+        """Keep what has opened a part's sums, for auditors: of those that are in its mean."""
+        member, roots = self.member, self._sums[index].roots
+        senders = [one for group in member.groups if group.among(list(included)) for one in member.senders_of(group)]
+        opened = self._secrets[index]
+        keys = {one: keys_digest(self.signer.plan, one, member.keys[one]) for one in member.senders}
+        mine = {one: roots[one] for one in member.sets[index]}
+        names = names_of_sums(self.signer.plan, index, member.groups, member.senders, mine, keys)
+        shown = ShownOpening(names, {one: member.keys[one] for one in senders}, {one: opened[one] for one in senders})
+        inclusions.keep_opening(self.store.chunks_of(self._plan.parts[index]), memoryview(shown.pack()))
 
     # Gathering
 

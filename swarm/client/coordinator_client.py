@@ -711,6 +711,10 @@ class CoordinatorClient:
         """Whether a transport key is of a validator, all of which the host has authorised."""
         return any(one.role == "validator" and one.certificate.curve_key == curve_key for one in self._roster.values())
 
+    def is_trainer(self, curve_key: bytes) -> bool:
+        """Whether a transport key is of a member that trains, and so may audit others."""
+        return any(one.role == "trainer" and one.certificate.curve_key == curve_key for one in self._roster.values())
+
     def has_validators(self) -> bool:
         """Whether there is a validator, who may ask for contributions."""
         return any(one.role == "validator" for one in self._roster.values())

@@ -4,7 +4,8 @@ It holds all that a judge needs (``averaging/chunk_judge.py``): the verdict, sig
 the digest of the part's result; the maker's signature of that digest; the result chunk with its path to the digest; of
 each member that was summed directly the contribution's chunk with its path to the root in the plan; and of each row
 that was not, the partial sum that its row reducer has signed. Evidence on such a partial sum has it in the place of the
-result chunk, and no path.
+result chunk, and no path. Of a secure round it holds the masked chunks, each with its member's signature, and what has
+opened their sums (``averaging/masked_round.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class ShownPartialSum(Record):
 class Evidence(Record):
     """Evidence on one result chunk, or on a row's partial sum. ``part``: its index in the plan; ``chunk``: index in the
     round; ``row``: None for a result chunk; ``path``: from that to the part's digest in the verdict;
-    ``contributions``: in the plan's order of members; ``partial_sums``: in the order of rows."""
+    ``contributions``: in the plan's order of members; ``partial_sums``: in the order of rows; ``opening``: of a secure
+    round's part (``secure/shown_opening.py``), empty in others."""
 
     verdict: Verdict
     part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
@@ -62,11 +64,13 @@ class Evidence(Record):
     path: Annotated[bytes, Field(max_length=_MAX_PATH_BYTES, repr=False)]
     contributions: Annotated[tuple[ShownContribution, ...], Field(max_length=MAX_MEMBERS)]
     partial_sums: Annotated[tuple[ShownPartialSum, ...], Field(max_length=MAX_MEMBERS)] = ()
+    opening: Annotated[bytes, Field(max_length=_MAX_CHUNK_BYTES, repr=False)] = b""
 
 
 class _Head(Record):
     """All of evidence but its chunks. ``result_bytes``: size of the result chunk; ``contributions``,
-    ``partial_sums``: members, or rows, and the sizes of what is shown of them."""
+    ``partial_sums``: members, or rows, and the sizes of what is shown of them; ``opening_bytes``: size of the opening.
+    """
 
     verdict: Verdict
     part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
@@ -76,19 +80,22 @@ class _Head(Record):
     result_bytes: Count
     contributions: Annotated[tuple[tuple[Index, Count], ...], Field(max_length=MAX_MEMBERS)]
     partial_sums: Annotated[tuple[tuple[Index, Count], ...], Field(max_length=MAX_MEMBERS)]
+    opening_bytes: Count
 
 
 def pack_evidence(evidence: Evidence) -> bytes:
-    """Encode evidence: size of the head, the head as msgpack, the result chunk, contributions' chunks, partial sums.
+    """Encode evidence: size of the head, the head as msgpack, the result chunk, contributions' chunks, partial sums,
+    and the opening.
 
     Equal evidence has equal bytes. Raises ``WireError`` if it is too large."""
-    fields = evidence.model_dump(exclude={"result", "contributions", "partial_sums"})
+    fields = evidence.model_dump(exclude={"result", "contributions", "partial_sums", "opening"})
     fields["result_bytes"] = len(evidence.result)
     fields["contributions"] = [(one.member, len(one.data)) for one in evidence.contributions]
     fields["partial_sums"] = [(one.row, len(one.data)) for one in evidence.partial_sums]
+    fields["opening_bytes"] = len(evidence.opening)
     head: bytes = msgpack.packb(fields)
     shown = [*(one.data for one in evidence.contributions), *(one.data for one in evidence.partial_sums)]
-    data = b"".join([_HEAD_BYTES.pack(len(head)), head, evidence.result, *shown])
+    data = b"".join([_HEAD_BYTES.pack(len(head)), head, evidence.result, *shown, evidence.opening])
     if len(head) > _MAX_HEAD_BYTES or len(data) > MAX_EVIDENCE_BYTES:
         raise WireError(f"evidence of {len(data)} bytes is too large: at most {MAX_EVIDENCE_BYTES}")
     return data
@@ -112,9 +119,9 @@ def unpack_evidence(data: bytes) -> Evidence:
             max_ext_len=0,
         )
         head = _Head.model_validate(fields)
-        sizes = [head.result_bytes, *(size for _, size in (*head.contributions, *head.partial_sums))]
-        edges = list(itertools.accumulate(sizes, initial=at))
-        result, *shown = [data[start:stop] for start, stop in itertools.pairwise(edges)]
+        shown_bytes = [size for _, size in (*head.contributions, *head.partial_sums)]
+        edges = list(itertools.accumulate([head.result_bytes, *shown_bytes, head.opening_bytes], initial=at))
+        result, *shown, opening = [data[start:stop] for start, stop in itertools.pairwise(edges)]
         members = len(head.contributions)
         evidence = Evidence(
             verdict=head.verdict,
@@ -131,6 +138,7 @@ def unpack_evidence(data: bytes) -> Evidence:
                 ShownPartialSum(row=one, data=its)
                 for (one, _), its in zip(head.partial_sums, shown[members:], strict=True)
             ),
+            opening=opening,
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"not evidence: {type(error).__name__}") from error

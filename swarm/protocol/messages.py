@@ -21,6 +21,7 @@ from shoal.swarm.protocol.secure import (
     Arrival,
     Consent,
     Members,
+    Names,
     Revealed,
     Scales,
     SealedShares,
@@ -520,7 +521,8 @@ class CoordinatorToPeerView(Message):
 
 
 class CoordinatorToPeerSecureBoard(Message):
-    """Posts of a secure round so far: stage, ``senders`` and ``sets`` once they are fixed, and what was wanted.
+    """Posts of a secure round so far: stage, ``senders``, ``sets`` and ``names`` once they are fixed, and what
+    was wanted.
 
     ``sealed``: for this member, by the senders of its group; ``revealed``: of the parts that this member owns;
     ``closed``: senders of groups whose sums cannot be opened."""
@@ -529,6 +531,7 @@ class CoordinatorToPeerSecureBoard(Message):
     stage: Annotated[int, Field(ge=0, le=5)]
     senders: Members = ()
     sets: Sets = ()
+    names: Names = ()
     closed: Members = ()
     keys: Annotated[tuple[SecureKeys, ...], Field(max_length=MOST_MEMBERS)] = ()
     sealed: Annotated[tuple[SealedShares, ...], Field(max_length=32)] = ()

@@ -1017,7 +1017,7 @@ class RunFile(Record):
             presets = _COLLECTIVE
         averaging = filled.get("averaging")
         if isinstance(averaging, dict) and averaging.get("secure") is True:
-            presets = {**presets, "audit": {"share": 0.0, "work_share": 0.0}}
+            presets = {**presets, "audit": {"work_share": 0.0}}
         for section, settings in presets.items():
             own = filled.get(section, {})
             if isinstance(own, dict):
@@ -1097,10 +1097,9 @@ class RunFile(Record):
                 "averaging.secure = true is for whole models: leave out [collective], which shows all arrays to all, "
                 "and [pipeline], whose stages may have fewer than four replicas"
             )
-        if self.audit.share or self.audit.work_share:
+        if self.audit.work_share:
             raise ValueError(
-                "audit.share and audit.work_share: expected 0 with averaging.secure = true, as both show single "
-                "contributions to others"
+                "audit.work_share: expected 0 with averaging.secure = true, as validators score single contributions"
             )
 
     def _check_pins(self) -> None:

@@ -40,6 +40,7 @@ that all go one way. A range that is off by a factor of a thousand takes four ro
 
 _KEYS = b"shoal secure keys, version 1\0"
 _SETS = b"shoal secure sets, version 1\0"
+_MASKED = b"shoal masked part, version 1\0"
 _NONCE = b"shoal secure random number, version 1\0"
 
 Scales = Annotated[bytes, Field(max_length=MAX_SCALES)]
@@ -50,6 +51,9 @@ Members = Annotated[tuple[Index, ...], Field(max_length=MOST_MEMBERS)]
 
 Sets = Annotated[tuple[Members, ...], Field(max_length=2 * MOST_MEMBERS)]
 """For each part of the plan, the members whose masked contributions are summed."""
+
+Names = Annotated[tuple[Digest, ...], Field(max_length=2 * MOST_MEMBERS)]
+"""For each part of the plan, the name of all that its owner sums (``secure/sum_names.py``)."""
 
 
 class SecurePlan(Record):
@@ -107,10 +111,12 @@ class SealedShares(Record):
 
 
 class Arrival(Record):
-    """By a part's owner: the members whose masked contributions to it arrived as a whole."""
+    """By a part's owner: the members whose masked contributions to it arrived as a whole, and the root of each
+    (``MaskedPartStatement``)."""
 
     part: Annotated[int, Field(ge=0, lt=2 * MOST_MEMBERS)]
     members: Members
+    roots: Annotated[tuple[Digest, ...], Field(max_length=MOST_MEMBERS)]
 
 
 class Consent(Record):
@@ -123,12 +129,13 @@ class Consent(Record):
 class SignedSets(Record):
     """Sets of a secure round with their signatures, in its verdict: whose masked contributions its means are of.
 
-    ``nonces``: of all members of the plan, from which the groups follow; ``consents``: the signatures for these senders
-    and sets (``secure.signed_sets``)."""
+    ``nonces``: of all members of the plan, from which the groups follow; ``consents``: the signatures for these
+    senders, sets and names (``secure.signed_sets``)."""
 
     nonces: Annotated[tuple[Digest, ...], Field(max_length=MOST_MEMBERS)]
     senders: Members
     sets: Sets
+    names: Names
     consents: Annotated[tuple[Consent, ...], Field(max_length=MOST_MEMBERS)]
 
 
@@ -167,14 +174,32 @@ class KeysStatement:
 class SetsStatement:
     """A member's statement that these are the sets of a round: it reveals shares for them and for no others.
 
-    ``senders``: the members whose shares were delivered, among which contributions are masked."""
+    ``senders``: the members whose shares were delivered, among which contributions are masked; ``names``: as ``Names``,
+    so that nobody chooses what it has sent once sums can be opened."""
 
     plan: PlanStatement
     senders: Sequence[int]
     sets: Sequence[Sequence[int]]
+    names: Sequence[bytes]
 
     def bytes_to_sign(self) -> bytes:
-        return _SETS + _packed(*named(self.plan), list(self.senders), [list(one) for one in self.sets])
+        sets = [list(one) for one in self.sets]
+        return _SETS + _packed(*named(self.plan), list(self.senders), sets, list(self.names))
+
+
+@dataclass(frozen=True)
+class MaskedPartStatement:
+    """A member's statement of the masked contribution that it sends to a part, under the plan.
+
+    ``root``: of the Merkle tree over the part's masked chunks."""
+
+    plan: PlanStatement
+    part: int
+    member: int
+    root: bytes
+
+    def bytes_to_sign(self) -> bytes:
+        return _MASKED + _packed(*named(self.plan), self.part, self.member, self.root)
 
 
 def commitment(nonce: bytes, scales: bytes) -> bytes:

@@ -32,6 +32,7 @@ from shoal.swarm.secure.groups import MaskingGroup, draw_groups
 from shoal.swarm.secure.opening import NO_SHARE, recovered, shares_of
 from shoal.swarm.secure.round_keys import SEALING_BYTES, fault_of, share_digest
 from shoal.swarm.secure.shamir import SHARE_BYTES, unpack_share
+from shoal.swarm.secure.sum_names import keys_digest, name_of_part, names_of_sums
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class SecureBoard:
         self.stage = SecureStage.KEYS
         self.senders: tuple[int, ...] = ()
         self.sets: tuple[tuple[int, ...], ...] = ()
+        self.names: tuple[bytes, ...] = ()
         self.since_s = now_s
         """Time at which the stage began."""
         self._plan = plan
@@ -60,7 +62,8 @@ class SecureBoard:
         self._keys: dict[int, SecureKeys] = {}
         self._groups: list[MaskingGroup] = []
         self._sealed: dict[int, dict[int, SealedShares]] = {}
-        self._arrived: dict[int, tuple[int, ...]] = {}
+        self._arrived: dict[int, dict[int, bytes]] = {}
+        """By part, the members whose masked contributions have arrived, with the root of each."""
         self._consents: dict[int, bytes] = {}
         self._revealed: dict[int, dict[int, bytes]] = {}
         self._unopened: dict[int, set[int]] = {}
@@ -100,7 +103,7 @@ class SecureBoard:
             if not has_signed(identity, peer, step.keys.signature, statement):
                 raise WireError("the keys of a secure round must be signed by their member")
         if step.consent is not None and self.sets:
-            statement = SetsStatement(self._about, self.senders, self.sets).bytes_to_sign()
+            statement = SetsStatement(self._about, self.senders, self.sets, self.names).bytes_to_sign()
             if not has_signed(identity, peer, step.consent, statement):
                 raise WireError("a member has signed other sets than the round's")
 
@@ -120,8 +123,10 @@ class SecureBoard:
             for one in step.arrived:
                 if one.part >= len(self._plan.parts) or self._plan.parts[one.part].owner != member:
                     raise WireError("only a part's owner says what has arrived there")
+                if len(one.roots) != len(one.members):
+                    raise WireError("there is a root for each member whose contribution has arrived")
                 if one.part not in self._arrived:
-                    self._arrived[one.part] = one.members
+                    self._arrived[one.part] = dict(zip(one.members, one.roots, strict=True))
                     is_new = True
         if step.consent is not None and member not in self._consents and self.stage >= SecureStage.SETS:
             self._consents[member] = step.consent
@@ -282,12 +287,17 @@ class SecureBoard:
         return tuple(sorted(one for mine in groups for one in mine)) if len(groups) >= self._fewest_groups else ()
 
     def _fix_sets(self, now_s: float) -> SecureFailure | None:
-        sets = []
+        sets, names = [], []
+        keys = {one: keys_digest(self._about, one, self._keys[one]) for one in self.senders}
         for part in range(len(self._plan.parts)):
-            sets.append(self._of_enough_groups(set(self._arrived.get(part, ())) & set(self.senders)))
+            arrived = self._arrived.get(part, {})
+            included = self._of_enough_groups(arrived.keys() & set(self.senders))
+            roots = {one: arrived[one] for one in included}
+            sets.append(included)
+            names.append(name_of_part(names_of_sums(self._about, part, self._groups, self.senders, roots, keys)))
         if not any(sets):
             return SecureFailure("too few masked contributions have arrived for any part")
-        self.sets = tuple(sets)
+        self.sets, self.names = tuple(sets), tuple(names)
         self._begin(SecureStage.SETS, now_s)
         return None
 
@@ -306,14 +316,16 @@ class SecureBoard:
             return None
         nonces = tuple(self._keys[one].nonce for one in sorted(self._keys))
         consents = tuple(Consent(member=one, signature=by) for one, by in sorted(self._consents.items()))
-        return SignedSets(nonces=nonces, senders=self.senders, sets=self.sets, consents=consents)
+        return SignedSets(nonces=nonces, senders=self.senders, sets=self.sets, names=self.names, consents=consents)
 
     # What members see
 
     def show(self, peer: str, wants: str) -> CoordinatorToPeerSecureBoard:
         """Return what a member sees of the round."""
         member, stage = self._index[peer], self.stage
-        shown = CoordinatorToPeerSecureBoard(round=self._plan.round, stage=stage, senders=self.senders, sets=self.sets)
+        shown = CoordinatorToPeerSecureBoard(
+            round=self._plan.round, stage=stage, senders=self.senders, sets=self.sets, names=self.names
+        )
         if stage >= SecureStage.OPEN:
             shown = shown.model_copy(update={"closed": self.closed})
         if wants == "keys" and stage >= SecureStage.SHARES and len(self._keys) == len(self._plan.members):

@@ -17,6 +17,7 @@ from shoal.swarm.protocol.secure import (
     FEWEST_MEMBERS,
     Arrival,
     KeysStatement,
+    MaskedPartStatement,
     Revealed,
     SealedShares,
     SecureKeys,
@@ -34,12 +35,13 @@ from shoal.swarm.secure.groups import MaskingGroup, draw_groups, most_strangers
 from shoal.swarm.secure.opening import NO_SHARE
 from shoal.swarm.secure.reveal_record import RevealRecord
 from shoal.swarm.secure.round_keys import RoundKeys, are_shares, fault_of, share_digests
+from shoal.swarm.secure.sum_names import keys_digest, name_of_part, names_of_sums
 
 
 class SecureMember:
     """One member in one secure round. ``keys``: of all members, ``groups`` and ``group``: that of ours, once known;
     ``senders``: members whose shares were delivered; ``sets``: by part, whose contributions are summed; both are empty
-    until they are fixed. ``arrived``: what we have to say as an owner."""
+    until they are fixed; ``names``: by part, of all that is summed. ``arrived``: what we have to say as an owner."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class SecureMember:
         self.groups: list[MaskingGroup] = []
         self.senders: tuple[int, ...] = ()
         self.sets: tuple[tuple[int, ...], ...] = ()
+        self.names: tuple[bytes, ...] = ()
         self.arrived: tuple[Arrival, ...] = ()
         self.unopened: list[UnopenedSecret] = []
         """Secrets that their dealers' shares do not give, as an owner has found."""
@@ -140,7 +143,7 @@ class SecureMember:
         if board.sealed and self._lacks_shares:
             self._take_shares(board.sealed)
         if self.senders and board.stage >= SecureStage.SETS:
-            self._take_sets(board.sets)
+            self._take_sets(board.sets, board.names)
         if board.consents and self._consent is not None and self._revealed is None:
             self._take_consents({one.member: one.signature for one in board.consents})
 
@@ -240,28 +243,40 @@ class SecureMember:
         """Whether our contribution may be masked and sent: our shares are with the others, and theirs with us."""
         return self.is_sender and not self._lacks_shares
 
-    def _take_sets(self, sets: tuple[tuple[int, ...], ...]) -> None:
+    def _take_sets(self, sets: tuple[tuple[int, ...], ...], names: tuple[bytes, ...]) -> None:
         """Freeze the sets; sign them if we take part. That is recorded first, and said only once."""
         if self.sets:
-            if sets != self.sets:
+            if (sets, names) != (self.sets, self.names):
                 raise SecureRefused("two collections of sets are shown in one round")
             return
-        if len(sets) != len(self._plan.parts) or not any(sets):
+        if not len(sets) == len(names) == len(self._plan.parts) or not any(sets):
             raise SecureRefused("the sets are not those of the plan's parts")
         for one in sets:
             if list(one) != sorted(set(one)) or not set(one) <= set(self.senders):
                 raise SecureRefused("a set has members that have not delivered their shares")
             if self.is_sender and 0 < len(self.group.among(one)) < self.group.threshold:
                 raise SecureRefused("a set has too few members of our group: their sum would say too much")
-        self.sets = sets
+        self._check_names(sets, names)
+        self.sets, self.names = sets, names
         if self.can_mask:
-            statement = SetsStatement(self.about, self.senders, sets)
+            statement = SetsStatement(self.about, self.senders, sets, names)
             self._record.write(self.about.name, statement.bytes_to_sign())
             self._consent = self._sign(statement)
 
+    def _check_names(self, sets: Sequence[Sequence[int]], names: Sequence[bytes]) -> None:
+        """Refuse names that are of other roots or keys than we have as an owner: we could not show what we summed."""
+        keys = {one: keys_digest(self.about, one, self.keys[one]) for one in self.senders} if self.arrived else {}
+        for one in self.arrived:
+            roots = dict(zip(one.members, one.roots, strict=True))
+            if set(sets[one.part]) <= roots.keys():
+                roots = {member: roots[member] for member in sets[one.part]}
+                mine = names_of_sums(self.about, one.part, self.groups, self.senders, roots, keys)
+                if names[one.part] != name_of_part(mine):
+                    raise SecureRefused("the sums of our part are named by other roots or keys than we have")
+
     def _take_consents(self, signatures: dict[int, bytes]) -> None:
         """Release our shares once enough of our group have signed the very same sets."""
-        data = SetsStatement(self.about, self.senders, self.sets).bytes_to_sign()
+        data = SetsStatement(self.about, self.senders, self.sets, self.names).bytes_to_sign()
         agreeing = [
             one
             for one in self.senders_of(self.group)
@@ -290,7 +305,12 @@ class SecureMember:
 
     def has_signed_others(self, signed: SignedSets) -> bool:
         """Whether we have signed other sets in this round than these."""
-        return self._consent is not None and (self.senders, self.sets) != (signed.senders, signed.sets)
+        ours, others = (self.senders, self.sets, self.names), (signed.senders, signed.sets, signed.names)
+        return self._consent is not None and ours != others
+
+    def sign_masked(self, part: int, root: bytes) -> bytes:
+        """Sign the root over the masked chunks that we send to a part. For a worker thread."""
+        return self._sign(MaskedPartStatement(self.about, part, self.me, root))
 
     @property
     def has_masked(self) -> bool:

@@ -34,11 +34,25 @@ def masks_left(
     keys: Sequence[SecureKeys],
     revealed: Mapping[int, bytes],
 ) -> list[tuple[bytes, int]] | Unopened:
-    """Return the keys and signs of what is to be added to a group's sum to open it.
+    """Return the keys and signs of what is to be added to a group's sum to open it: see ``secrets_of`` and
+    ``masks_of``."""
+    secrets = secrets_of(part, group, senders, included, keys, revealed)
+    return secrets if isinstance(secrets, Unopened) else masks_of(about, part, included, keys, secrets)
+
+
+def secrets_of(
+    part: int,
+    group: MaskingGroup,
+    senders: Sequence[int],
+    included: Sequence[int],
+    keys: Sequence[SecureKeys],
+    revealed: Mapping[int, bytes],
+) -> dict[int, bytes] | Unopened:
+    """Return the secrets that open a group's sum, by sender: its seed or, if it is not in the sum, its mask key.
 
     ``senders``: of the group; ``included``: those of them whose masked codes were summed; ``revealed``: by member, its
     shares (``protocol.secure.Revealed``), without wrong ones. For a worker thread."""
-    opened: list[tuple[bytes, int]] = []
+    secrets: dict[int, bytes] = {}
     fitting = {one: data for one, data in revealed.items() if len(data) == len(senders) * shamir.SHARE_BYTES}
     for place, sender in enumerate(senders):
         shares = shares_of(group, place, fitting)
@@ -47,6 +61,21 @@ def masks_left(
         secret = recovered(shares, group.threshold, keys[sender], part, is_in=sender in included)
         if secret is None:
             return Unopened(sender)
+        secrets[sender] = secret
+    return secrets
+
+
+def masks_of(
+    about: PlanStatement,
+    part: int,
+    included: Sequence[int],
+    keys: Mapping[int, SecureKeys] | Sequence[SecureKeys],
+    secrets: Mapping[int, bytes],
+) -> list[tuple[bytes, int]]:
+    """Return the keys and signs of what is to be added to a group's sum to open it, from the ``secrets_of`` its
+    senders. For a worker thread."""
+    opened: list[tuple[bytes, int]] = []
+    for sender, secret in secrets.items():
         if sender in included:
             opened.append((self_mask_key(about, secret, part, sender), -1))
             continue
@@ -76,7 +105,12 @@ def recovered(shares: Mapping[int, int], threshold: int, keys: SecureKeys, part:
     if number >= 2**256:
         return None
     secret = number.to_bytes(32, "big")
+    return secret if is_secret(secret, keys, part, is_in=is_in) else None
+
+
+def is_secret(secret: bytes, keys: SecureKeys, part: int, *, is_in: bool) -> bool:
+    """Whether this is the secret of which its owner has shown a digest, or the public half, in its ``keys``."""
     if is_in:
-        return secret if seed_digest(secret) == keys.seed_digests[part] else None
+        return seed_digest(secret) == keys.seed_digests[part]
     shown = X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
-    return secret if shown == keys.mask_keys[part] else None
+    return shown == keys.mask_keys[part]

@@ -29,7 +29,7 @@ def fault_of(
     for member, nonce in zip(plan.members, signed.nonces, strict=True):
         if member.root not in (commitment(nonce, b""), commitment(nonce, secure.scales)):
             return f"{member.peer} had committed to another random number"
-    if len(signed.sets) != len(plan.parts):
+    if not len(signed.sets) == len(signed.names) == len(plan.parts):
         return "there is not a set for each part"
     if any(not _is_ordered(one) or not set(one) <= set(signed.senders) for one in [signed.senders, *signed.sets]):
         return "a set has others than the senders"
@@ -38,7 +38,7 @@ def fault_of(
         sums = [(group, mine) for group in groups if (mine := group.among(one))]
         if (one and len(sums) < fewest) or any(len(mine) < group.threshold for group, mine in sums):
             return "a set has too few members of a group, or too few groups"
-    statement = SetsStatement(about, signed.senders, signed.sets).bytes_to_sign()
+    statement = SetsStatement(about, signed.senders, signed.sets, signed.names).bytes_to_sign()
     members = {one.member: plan.members[one.member] for one in signed.consents}
     agreed = [
         one.member

@@ -1,5 +1,6 @@
 """Members and board of one secure round in one process, without a network: their codes are given as lanes."""
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from shoal.swarm.secure.member import SecureMember
 from shoal.swarm.secure.opening import Unopened, masks_left
 from shoal.swarm.secure.reveal_record import RevealRecord
 from shoal.swarm.secure.round_keys import fresh_nonce
+from shoal.swarm.secure.sum_names import keys_digest, name_of_part, names_of_sums
 
 LANES, PATIENCE_S = 16, 6.0
 
@@ -153,7 +155,25 @@ class Scene:
         owner = self.members[self.plan.parts[part].owner]
         here = sorted(one for one in range(self.n) if (one, part) in self.sent) if members is None else sorted(members)
         others = tuple(one for one in owner.arrived if one.part != part)
-        owner.arrived = tuple(sorted((*others, Arrival(part=part, members=tuple(here))), key=lambda one: one.part))
+        owner.arrived = tuple(
+            sorted(
+                (*others, Arrival(part=part, members=tuple(here), roots=self.roots(part, here))),
+                key=lambda one: one.part,
+            )
+        )
+
+    def roots(self, part: int, members: Collection[int]) -> tuple[bytes, ...]:
+        """Stand for roots over what is sent."""
+        return tuple(hashlib.sha256(self.codes[one, part].tobytes()).digest() for one in members)
+
+    def names(self, sets: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
+        """Names of all that is summed, by part, of what was sent."""
+        member, named = self.members[0], []
+        keys = {one: keys_digest(self.about, one, member.keys[one]) for one in member.senders}
+        for part, included in enumerate(sets):
+            roots = dict(zip(included, self.roots(part, included), strict=True))
+            named.append(name_of_part(names_of_sums(self.about, part, member.groups, member.senders, roots, keys)))
+        return tuple(named)
 
     def until(self, stage: SecureStage, turns: int = 12, *, arrive: bool = True) -> None:
         for _ in range(turns):

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.audited_member import Audited
 from tests.fakes.audits import GRID_ELEMENTS, AuditedRound, committed_round, facts, lie, signed
 from tests.fakes.exchanges import Side
 from tests.fakes.grids import PEERS
 from tests.fakes.memory_network import MemoryNetwork, Step, stalled
 from tests.fakes.memory_network import changed as changed_on_its_way
-from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
+from tests.fakes.swarm import run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.compression.codec_map import CodecMap
 from shoal.swarm.averaging import reduction
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.auditor import Auditor, auditable
-from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.chunk_judge import Judgement, RunFacts, judge
+from shoal.swarm.averaging.chunk_judge import Judgement, judge
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.averaging.partial_sums import sign_partial_sum
@@ -387,33 +386,6 @@ def test_means_without_a_row_reducer_or_owner_can_be_audited(silent: Before) -> 
 # Whole rounds -----------------------------------------------------------------------------------------------------
 
 MEMBERS, SWARM_ELEMENTS = 6, 13 * 4096 + 17
-
-
-class Audited(SimMember):
-    """A member that audits as much as it can, and judges its evidence itself."""
-
-    def _begin(self, swarm: Swarm) -> None:
-        super()._begin(swarm)
-        self.found: list[Judgement] = []
-
-    async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
-        averager = await super()._make_averager(tasks)
-        run = self.client.run_file
-        codec_map = CodecMap(run.format_map([("w", (self.elements,))]))
-        known = RunFacts(run.hash, self.swarm.coordinator.identity.public_key, self.elements, codec_map)
-
-        async def accuse(evidence: bytes) -> None:
-            self.found.append(judge(evidence, known))
-
-        rng = random.Random(self.peer)
-        averager.auditor = Auditor(self.endpoint, self.peer, 1.0, self.client.deadlines, accuse, rng)
-        return averager
-
-    async def _live(self) -> None:
-        assert self.averager.auditor is not None
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(super()._live())
-            tasks.create_task(self.averager.auditor.run())
 
 
 @pytest.mark.parametrize("liar", [None, 1])

@@ -382,7 +382,7 @@ def test_the_hash_of_this_release() -> None:
                 ("averaging.group_size = 16", r".*no use for group_size.*secure_group"),
                 ("averaging.secure_group = 3", r".*greater than or equal to 4"),
                 ('algorithm = "virtual_batch"', r".*secure = true needs algorithm = .diloco., not .virtual_batch."),
-                ("audit.share = 0.1", r"audit\.share and audit\.work_share: expected 0"),
+                ("audit.work_share = 0.1", r"audit\.work_share: expected 0"),
             ]
         ),
         ("", 'averaging.secure = true\naveraging.robust = "clip"', r'.*"trimmed", .*or "none", not .clip.'),

@@ -104,11 +104,11 @@ def test_a_board_that_starts_again_is_told_the_same() -> None:
     """A coordinator that is killed in the middle: the same sets follow from the same posts."""
     scene = Scene()
     scene.until(SecureStage.UNMASK)
-    sets = scene.board.sets
+    sets, names = scene.board.sets, scene.board.names
     scene.board = type(scene.board)(scene.plan, scene.about, PATIENCE_S, scene.now_s)
     scene.until(SecureStage.OPEN)
     assert not scene.refused
-    assert scene.board.sets == sets
+    assert (scene.board.sets, scene.board.names) == (sets, names) == (sets, scene.names(sets))
     assert (scene.open(0) == scene.sum_of(0, range(5))).all()
 
 
@@ -172,7 +172,9 @@ def test_different_sets_for_different_members_open_neither() -> None:
     """A coordinator shows two sets of the same part, hoping for the difference of two sums."""
     scene, victim = Scene(), 4
     for liar in (0, 1):
-        scene.lies[liar] = lambda shown: shown.model_copy(update={"sets": sets_without(victim, scene)})
+        scene.lies[liar] = lambda shown: shown.model_copy(
+            update={"sets": (sets := sets_without(victim, scene)), "names": scene.names(sets)}
+        )
     scene.until(SecureStage.SETS)
     for one in range(5):
         scene.post(one)
@@ -186,7 +188,12 @@ def test_different_sets_for_different_members_open_neither() -> None:
     for one in scene.members:
         sets = scene.board.sets if one.me > 1 else sets_without(victim, scene)
         shown = CoordinatorToPeerSecureBoard(
-            round=3, stage=SecureStage.UNMASK, senders=(0, 1, 2, 3, 4), sets=sets, consents=tuple(consents)
+            round=3,
+            stage=SecureStage.UNMASK,
+            senders=(0, 1, 2, 3, 4),
+            sets=sets,
+            names=scene.names(sets),
+            consents=tuple(consents),
         )
         one.take(shown)
         assert one.step(SecureStage.UNMASK).revealed == (), "three and two are both below four of five"
@@ -201,6 +208,40 @@ def test_a_second_set_is_refused() -> None:
     assert all(isinstance(one, SecureRefused) for one in scene.refused.values())
 
 
+@pytest.mark.parametrize("lie", ["names", "a root", "keys"])
+def test_an_owner_refuses_names_of_other_roots_or_keys_than_it_has(lie: str) -> None:
+    """With them the mean that it makes could be shown to be wrong, by whoever sent or showed others."""
+    scene = Scene()
+    scene.until(SecureStage.SETS)
+    names = scene.board.names
+    if lie == "names":
+        names = names[::-1]
+    elif lie == "a root":
+        scene.codes[3, 0] = scene.codes[3, 1]
+        names = scene.names(scene.board.sets)
+    else:
+        member = scene.members[0]
+        others = [
+            one.model_copy(update={"share_key": b"k" * 32}) if at == 3 else one for at, one in enumerate(member.keys)
+        ]
+        kept, member.keys = member.keys, tuple(others)
+        names, member.keys = scene.names(scene.board.sets), kept
+    scene.lies = {0: lambda shown: shown.model_copy(update={"names": names})}
+    scene.post(0)
+    assert "other roots or keys" in str(scene.refused[0])
+    assert scene.members[0].step(SecureStage.SETS).consent is None
+    scene.post(2)
+    assert scene.members[2].step(SecureStage.SETS).consent is not None
+
+
+def test_names_are_fixed_when_they_are_seen_first() -> None:
+    scene = Scene()
+    scene.until(SecureStage.UNMASK)
+    scene.lies = {3: lambda shown: shown.model_copy(update={"names": shown.names[::-1]})}
+    scene.turn()
+    assert "two collections" in str(scene.refused[3])
+
+
 @pytest.mark.parametrize(
     "sets", [((0,), (0, 1, 2, 3)), ((0, 1, 2), ()), ((), ()), ((0, 1, 2, 3),), ((3, 2, 1, 0), ()), ((0, 1, 2, 7), ())]
 )
@@ -210,8 +251,10 @@ def test_sets_that_say_too_much_are_not_signed(sets: tuple[tuple[int, ...], ...]
     scene.turn()
     member = scene.members[0]
     senders = scene.board.senders
+    names = (bytes(32),) * len(sets)
+    shown = CoordinatorToPeerSecureBoard(round=3, stage=SecureStage.SETS, senders=senders, sets=sets, names=names)
     with pytest.raises(SecureRefused):
-        member.take(CoordinatorToPeerSecureBoard(round=3, stage=SecureStage.SETS, senders=senders, sets=sets))
+        member.take(shown)
     assert member.step(SecureStage.SETS).consent is None
 
 
@@ -561,12 +604,16 @@ def test_a_coalition_with_the_host_never_holds_both_secrets_of_anybody(n: int, s
     consents: dict[object, list[Consent]] = {sets: [] for sets in choices}
     for one in honest:
         sets = shown[one]
-        scene.members[one].take(CoordinatorToPeerSecureBoard(round=3, stage=SecureStage.SETS, senders=full, sets=sets))
+        scene.members[one].take(
+            CoordinatorToPeerSecureBoard(
+                round=3, stage=SecureStage.SETS, senders=full, sets=sets, names=scene.names(sets)
+            )
+        )
         signature = scene.members[one].step(SecureStage.SETS).consent
         assert signature is not None
         consents[sets].append(Consent(member=one, signature=signature))
     for one, sets in itertools.product(coalition, choices):
-        signature = scene.members[one]._sign(SetsStatement(scene.about, full, sets))
+        signature = scene.members[one]._sign(SetsStatement(scene.about, full, sets, scene.names(sets)))
         consents[sets].append(Consent(member=one, signature=signature))
     held: dict[tuple[int, int, int], set[int]] = {}
     for one in range(n):
@@ -579,6 +626,7 @@ def test_a_coalition_with_the_host_never_holds_both_secrets_of_anybody(n: int, s
                     stage=SecureStage.UNMASK,
                     senders=full,
                     sets=shown[one],
+                    names=scene.names(shown[one]),
                     consents=tuple(consents[shown[one]]),
                 )
             )
@@ -602,13 +650,14 @@ def test_a_coalition_with_the_host_never_holds_both_secrets_of_anybody(n: int, s
 
 
 def test_the_statement_of_sets_covers_everything() -> None:
-    scene = Scene()
-    base = SetsStatement(scene.about, [0, 1, 2, 3], [[0, 1, 2], [1, 2, 3]]).bytes_to_sign()
+    scene, names = Scene(), [b"a" * 32, b"b" * 32]
+    base = SetsStatement(scene.about, [0, 1, 2, 3], [[0, 1, 2], [1, 2, 3]], names).bytes_to_sign()
     others = [
-        SetsStatement(scene.about, [0, 1, 2], [[0, 1, 2], [1, 2, 3]]),
-        SetsStatement(scene.about, [0, 1, 2, 3], [[1, 2, 3], [0, 1, 2]]),
-        SetsStatement(scene.about, [0, 1, 2, 3], [[0, 1, 2, 1, 2, 3], []]),
-        SetsStatement(Scene().about, [0, 1, 2, 3], [[0, 1, 2], [1, 2, 3]]),
+        SetsStatement(scene.about, [0, 1, 2], [[0, 1, 2], [1, 2, 3]], names),
+        SetsStatement(scene.about, [0, 1, 2, 3], [[1, 2, 3], [0, 1, 2]], names),
+        SetsStatement(scene.about, [0, 1, 2, 3], [[0, 1, 2, 1, 2, 3], []], names),
+        SetsStatement(scene.about, [0, 1, 2, 3], [[0, 1, 2], [1, 2, 3]], names[::-1]),
+        SetsStatement(Scene().about, [0, 1, 2, 3], [[0, 1, 2], [1, 2, 3]], names),
     ]
     assert all(one.bytes_to_sign() != base for one in others)
 

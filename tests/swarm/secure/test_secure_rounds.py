@@ -16,8 +16,11 @@ from torch import Tensor
 
 from shoal.swarm.averaging import averager, secure_exchange
 from shoal.swarm.averaging.chunk_header import ChunkHeader
+from shoal.swarm.averaging.masked_chunks import LaneLayout
+from shoal.swarm.averaging.masked_means import OpenedSums
 from shoal.swarm.averaging.outcome import Aborted, Committed, Resync, RoundOutcome
 from shoal.swarm.averaging.reduction import ReducedChunk
+from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.secure_exchange import SecureExchange
 from shoal.swarm.coordinator import round_scope
 from shoal.swarm.coordinator.events import VerdictGiven
@@ -732,10 +735,14 @@ def test_two_groups_make_no_trimmed_mean(monkeypatch: pytest.MonkeyPatch, honest
             def begun(self: SecureExchange, *others: Any, **more: Any) -> None:
                 made(self, *others, **more)
                 if self.me == next(part.owner for part in self._plan.parts if part.owner != 5) and not honest_owner:
-                    self._is_trimmed, self._fewest = False, 1
+                    self._fewest = 1
                     liars.add(self.signer.peer)
 
+            def mean(store: ResultStore, layout: LaneLayout, chunk: int, opened: OpenedSums) -> Tensor:
+                return torch.full((layout.values(chunk),), 0.001)
+
             monkeypatch.setattr(SecureExchange, "__init__", begun)
+            monkeypatch.setattr(secure_exchange, "mean_of_sums", mean)
             outcomes = await together(*[run[index].play(contribution(index), 10) for index in range(12)])
             first = outcomes[0]
             assert isinstance(first, Committed)

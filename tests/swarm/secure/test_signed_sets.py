@@ -43,6 +43,8 @@ def test_the_sets_of_an_honest_round_are_signed_by_all_that_are_here(scene: Scen
         (lambda one: {"consents": (one.consents[0],) * 8}, "groups have not signed"),
         (lambda one: {"nonces": (fresh_nonce(), *one.nonces[1:])}, "had committed to another random number"),
         (lambda one: {"sets": one.sets[:1]}, "not a set for each part"),
+        (lambda one: {"names": one.names[:1]}, "not a set for each part"),
+        (lambda one: {"names": one.names[::-1]}, "groups have not signed"),
     ],
 )
 def test_a_host_cannot_make_sets_up(scene: Scene, signed: SignedSets, change: Any, fault: str) -> None:
