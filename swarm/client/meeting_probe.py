@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 
 from shoal.swarm.client.bandwidth_probe import PROBE, PROBE_CHUNK_BYTES
 from shoal.swarm.client.coordinator_client import CoordinatorClient
@@ -14,35 +15,70 @@ from shoal.swarm.transport.node import Endpoint
 MOST_TRIED = 16
 """Members that are tried without any other reason: those that are there the longest, who mostly own the parts."""
 
-_ATTEMPT_S, _LOOK_S, _LONGEST_S = 3.0, 5.0, 600.0
+_ATTEMPT_S, _LONGEST_ATTEMPT_S = 3.0, 12.0
+"""Time for the first attempt with a member, and as much more for each later one; and most time of one. Where machines
+are busy a connection takes seconds, and a member may be named after two attempts."""
+
+_LOOK_S, _GROWTH, _LONGEST_S = 5.0, 1.5, 120.0
+"""Between two looks at what is due; growth of the pause between two attempts with a member, and the longest one. A
+member that names another one is left out of rounds until an attempt succeeds."""
+
+
+@dataclass(frozen=True)
+class _Attempts:
+    """Attempts with one member so far; the next one is due at a moment of the loop's clock, if the last has failed."""
+
+    made: int
+    due_s: float
+    pause_s: float
+
+    @property
+    def limit_s(self) -> float:
+        """Time for the next attempt."""
+        return min(_ATTEMPT_S * (self.made + 1), _LONGEST_ATTEMPT_S)
+
+    def after(self, now_s: float) -> _Attempts:
+        return _Attempts(self.made + 1, now_s + self.pause_s, min(_GROWTH * self.pause_s, _LONGEST_S))
 
 
 async def keep_meeting(client: CoordinatorClient, endpoint: Endpoint, changed: Callable[[], None]) -> None:
-    """Connect to members that can be dialed, once each, and again and again, ever more seldom, to those that failed.
+    """Connect to members that can be dialed, once each, and again and again, ever more seldom, to those that failed; at
+    once when they have connected to this one.
 
     ``changed``: called when other members could not be met than before. Not while a round is averaged."""
     node, loop = client.node, asyncio.get_running_loop()
     node.unmet.patience_s = client.deadlines.dead_s
-    tried: dict[str, tuple[float, float]] = {}
-    """By member, the moment of the next attempt, and the time after that."""
+    tried: dict[str, _Attempts] = {}
+
+    async def attempt(peer: str) -> None:
+        before = tried.get(peer, _Attempts(0, 0.0, client.deadlines.dead_s))
+        await _meet(endpoint, peer, before.limit_s)
+        tried[peer] = before.after(loop.time())
+
     while client.view.phase != "ended":
         view = await client.wait_for(lambda view: view.phase != "averaging")
         if view.phase == "ended":
             return
         named, failed = node.unmet.named, node.unmet.failed
         others = [peer for peer in node.reachable_owners() if peer != client.peer][:MOST_TRIED]
-        tried = {peer: plan for peer, plan in tried.items() if peer in others or peer in failed}
-        for peer in {*others, *failed}:
-            due_s, pause_s = tried.get(peer, (0.0, client.deadlines.dead_s))
-            if loop.time() >= due_s and (peer not in tried or peer in failed):
-                await _meet(endpoint, peer)
-                tried[peer] = loop.time() + pause_s, min(2 * pause_s, _LONGEST_S)
+        tried = {peer: attempts for peer, attempts in tried.items() if peer in others or peer in failed}
+        again = [
+            peer
+            for peer in failed
+            if (known := tried.get(peer)) is not None and (loop.time() >= known.due_s or node.is_linked(peer))
+        ]
+        for peer in dict.fromkeys((*others, *failed)):  # one by one, as this process has just begun
+            if peer not in tried:
+                await attempt(peer)
+        async with asyncio.TaskGroup() as tasks:  # together, as each may take all of its time
+            for peer in again:
+                tasks.create_task(attempt(peer))
         if node.unmet.named != named:
             changed()
         await asyncio.sleep(_LOOK_S)
 
 
-async def _meet(endpoint: Endpoint, peer: str) -> None:
+async def _meet(endpoint: Endpoint, peer: str, limit_s: float) -> None:
     place = memoryview(bytearray(PROBE_CHUNK_BYTES))
 
     def sink(chunk: int, size_bytes: int) -> memoryview:
@@ -51,6 +87,6 @@ async def _meet(endpoint: Endpoint, peer: str) -> None:
         return place[:size_bytes]
 
     with suppress(ShoalError):
-        async with aclosing(endpoint.fetch(peer, PROBE, range(1), sink, _ATTEMPT_S)) as stream:
+        async with aclosing(endpoint.fetch(peer, PROBE, range(1), sink, limit_s)) as stream:
             async for _ in stream:
                 pass

@@ -465,6 +465,14 @@ class Node:
             self._note_undialed(entry)
             raise
 
+    def is_linked(self, peer: str) -> bool:
+        """Whether there is a connection with a member of the run, whoever has opened it."""
+        entry = self._rosters.entry(peer, 0)
+        if entry is None:
+            return False
+        key = entry.certificate.curve_key
+        return self._attached_link(key) is not None or self.control.incoming(key) is not None
+
     def _attached_link(self, key: bytes) -> Link | None:
         return next((link for link in self._data.links_with(key) if link.attached.is_set()), None)
 
