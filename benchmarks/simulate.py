@@ -31,7 +31,8 @@ from shoal.peer.cli.host import HostOptions, host
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
 from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.simulation.run import Model, simulate
+from shoal.swarm.simulation.result import Model
+from shoal.swarm.simulation.run import simulate
 from shoal.swarm.simulation.traces import Machine, Trace
 
 STEP_S = 0.25

@@ -17,7 +17,7 @@ from shoal.swarm.errors import UserError
 if TYPE_CHECKING:
     from shoal.swarm.protocol.run_file import RunFile
     from shoal.swarm.simulation.figures import Figures
-    from shoal.swarm.simulation.run import Model
+    from shoal.swarm.simulation.result import Model
 
 app = typer.Typer()
 """Part of the ``shoal`` command in ``main.py``."""
@@ -115,7 +115,7 @@ def simulate_command(
 
 def _model_of(run: RunFile, elements: int | None, tokens_per_sample: int | None) -> Model:
     """The size of the run's model: as given, as pinned, or as the recipe makes it. Raises ``UserError``."""
-    from shoal.swarm.simulation.run import Model
+    from shoal.swarm.simulation.result import Model
 
     pins = run.pins
     elements = elements or (pins.elements if pins else None)

@@ -7,7 +7,7 @@ from statistics import median
 
 from shoal.swarm.protocol.types import RUN_MEMBERS
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES
-from shoal.swarm.simulation.run import Result
+from shoal.swarm.simulation.result import Result
 
 
 @dataclass(frozen=True)

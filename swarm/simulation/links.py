@@ -145,3 +145,27 @@ def exchange_of(
     relay_s = 8 * relayed_bytes / (relay_bps * LINK_SHARE)
     took_s = max(*waited_s, relay_s, processor_s) + 2 * latency_s if len(traffic) > 1 else 0.0
     return Exchange(traffic, busy_s, took_s, left_out, relayed_bytes)
+
+
+class Transfers:
+    """Transfers between two machines at a time: a link serves those of each direction in the order in which they begin.
+
+    Real ones share a link evenly, which gives the same bytes a second; only which transfer ends first differs."""
+
+    def __init__(self, relay_bps: float) -> None:
+        """``relay_bps``: what all relays carry together."""
+        self._relay_bps = relay_bps
+        self._free_s: dict[tuple[str, str], float] = {}
+
+    def end_s(
+        self, now_s: float, sender: tuple[str, float], receiver: tuple[str, float], size: float, *, relayed: bool
+    ) -> float:
+        """Return when a transfer that begins now ends. ``sender``, ``receiver``: names, and rates up and down."""
+        ways = [(("up", sender[0]), sender[1]), (("down", receiver[0]), receiver[1])]
+        if relayed:
+            ways.append((("relay", ""), self._relay_bps))
+        last_s = now_s
+        for way, bps in ways:
+            self._free_s[way] = max(now_s, self._free_s.get(way, 0.0)) + 8 * size / (bps * LINK_SHARE)
+            last_s = max(last_s, self._free_s[way])
+        return last_s

@@ -8,15 +8,10 @@ knows of the run are the views that reach it.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from shoal.swarm.errors import LinkError
-from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
@@ -24,20 +19,15 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReport,
 )
 from shoal.swarm.protocol.rounds import RoundPlan
-from shoal.swarm.protocol.types import Address, Headway, Phase, RosterEntry
+from shoal.swarm.protocol.types import Headway, Phase
 from shoal.swarm.sample_ranges import Ranges, count, merge, subtract, to_wire
-from shoal.swarm.simulation.costs import START_S
-from shoal.swarm.simulation.traces import Machine, Session
+from shoal.swarm.simulation.process import MachineProcess
+from shoal.swarm.simulation.traces import Machine
 
 if TYPE_CHECKING:
     from shoal.swarm.simulation.run import SimulatedRun
 
-_RETRY_S = 30.0
-"""A machine that finds no place asks again about so often."""
-
 _NOT_PREPARED, _PREPARED = Headway(), Headway(prepared=1.0)
-
-PHASES = ("compute", "data", "packing", "exchange", "waiting", "applying", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -57,134 +47,60 @@ class News:
         return self.round, self.phase
 
 
-class LightMember:
-    """One machine of a trace, through all its sessions."""
+class LightMember(MachineProcess):
+    """One machine of a trace that trains the whole model."""
 
     def __init__(self, run: SimulatedRun, number: int, machine: Machine, seed: int) -> None:
-        self.machine = machine
-        self.speed_tps = machine.speed(run.elements)
-        self.up_bytes = self.down_bytes = self.relayed_bytes = 0.0
-        self.there_s = self.since_s = 0.0
-        """Time in all sessions, and start of the present one."""
-        self.spent_s = dict.fromkeys(PHASES, 0.0)
-        draw = random.Random(f"{seed} member {number}")
-        self.identity = Identity(Ed25519PrivateKey.from_private_bytes(draw.randbytes(32)))
-        self.peer = self.identity.peer_id
+        speed_tps, farewell_s = machine.speed(run.elements), run.deadlines.report_s
+        super().__init__(run.clock, run.attendance, machine, speed_tps, number, seed, run.relays, farewell_s)
         self._run = run
-        self._draw = draw
-        self._sessions: Iterator[Session] = machine.times(draw)
-        self._session: Session | None = None
-        self.life = 0
-        """Number of the present process; what an earlier one has scheduled does nothing."""
-        self.alive = self.joined = False
         self.version: int | None = None
         self.kept_version: int | None = None
         """Version of the state that the machine has on its disk between sessions."""
+        self._step_samples = run.run.inner.batch_samples
+        self._step_s = self._step_samples * run.tokens_per_sample / self.speed_tps
+        self._closes = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """See ``MachineProcess``."""
+        self.version = None
         self.round = 0
         self.activity = "joining"
-        self.chunks_moved = 0
-        self.roster_version = -1
-        self.verdict_round = -1
+        self.chunks_moved, self.roster_version = 0, -1
         self._news: News | None = None
         self._held: Ranges = []
         """Leased samples, in the order in which they are trained on."""
         self._offered: Ranges = []
         self._done_before = 0
         self._busy_from_s: float | None = None
-        self._closes: int = 0
         self._waits_since_s: float | None = None
-        self._holds_results = False
-        self._exchanging = False
-        self._is_leaving = False
-        self._step_samples = run.run.inner.batch_samples
-        self._step_s = self._step_samples * run.tokens_per_sample / self.speed_tps
+        self._holds_results = self._exchanging = False
 
-    # Sessions -----------------------------------------------------------------------------------------------
+    def is_in_round(self) -> bool:
+        """See ``MachineProcess``."""
+        return self._news is not None and self._news.phase in ("closing", "averaging")
 
-    def begin(self) -> None:
-        """Wait for the first session."""
-        self._next_session()
-
-    def _next_session(self) -> None:
-        self._session = next(self._sessions, None)
-        if self._session is not None:
-            self._run.clock.at(self._session.start_s, self._start)
-
-    def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call in a while, if this process still runs then."""
-        life = self.life
-
-        def due() -> None:
-            if self.life == life:
-                call()
-
-        self._run.clock.after(seconds, due)
-
-    def _start(self) -> None:
-        assert self._session is not None
-        self.life += 1
-        self.alive, self.joined = True, False
-        self.version, self.activity, self._news = None, "joining", None
-        self._held, self._offered, self._done_before, self._busy_from_s = [], [], 0, None
-        self._exchanging = self._holds_results = self._is_leaving = False
-        self.chunks_moved, self.roster_version, self.verdict_round = 0, -1, -1
-        self._started_s = self._run.clock.now_s
-        self._keys = CurveKeys(self._draw.randbytes(32), b"")
-        self._run.count_alive(self, 1)
-        if math.isfinite(self._session.stop_s):
-            self._later(self._session.stop_s - self._run.clock.now_s, self._stop)
-        self._later(START_S, self._join)
-
-    def _stop(self) -> None:
-        """The session ends: a machine that says so finishes a round that is about to end."""
-        assert self._session is not None
-        is_in_round = self._news is not None and self._news.phase in ("closing", "averaging") and self.joined
-        if self._session.says_goodbye and is_in_round and not self._is_leaving:
-            self._is_leaving = True
-            self._later(self._run.deadlines.report_s, self._go)
-            return
-        self._go()
-
-    def _go(self) -> None:
-        assert self._session is not None
-        if self._session.says_goodbye and self.joined:
+    def leave_run(self, *, says_goodbye: bool) -> None:
+        """See ``MachineProcess``."""
+        if says_goodbye and self.joined:
             self._run.leave(self)
         elif self._exchanging:
             self._run.died_in_exchange(self)
-        self.life += 1
         self.kept_version = self.version if self.version is not None else self.kept_version
-        self.alive = self.joined = False
-        self._run.count_alive(self, -1)
-        self._next_session()
-
-    def end(self) -> None:
-        """The simulation is over."""
-        if self.alive:
-            self._run.count_alive(self, -1)
-        self.life += 1
 
     # Joining ------------------------------------------------------------------------------------------------
 
-    @property
-    def entry(self) -> RosterEntry:
-        return RosterEntry(
-            peer=self.peer,
-            certificate=self.identity.certify(self._keys),
-            name=self.machine.name[:64],
-            role="trainer",
-            addresses=(Address(host="192.0.2.1", control_port=7070, data_port=7071), *self._run.relays),
-            reachable=self.machine.reachable,
-        )
-
-    def _join(self) -> None:
+    def enter_run(self) -> bool:
+        """See ``MachineProcess``."""
         if not self._run.join(self):
-            self._later(self._draw.uniform(0.5, 1.5) * _RETRY_S, self._join)
-            return
+            return False
         self.joined = True
         self._news = self._run.news()
         self.round = self._news.round
         self._beat()
         self._obtain_state()
+        return True
 
     def _obtain_state(self) -> None:
         """Fetch the run's state, or the rounds that the state on the disk lacks."""
@@ -196,7 +112,7 @@ class LightMember:
             self._hold(wanted)
             return
         if self._run.is_without_state():
-            self._later(self._run.deadlines.heartbeat_s, self._obtain_state)
+            self.later(self._run.deadlines.heartbeat_s, self._obtain_state)
             return
         size = self._run.state_bytes
         if self.kept_version is not None and self.kept_version < wanted:
@@ -212,7 +128,7 @@ class LightMember:
             else:  # rounds were committed meanwhile
                 self._obtain_state()
 
-        self._later(seconds, fetched)
+        self.later(seconds, fetched)
 
     def _hold(self, version: int) -> None:
         self.version = self.kept_version = version
@@ -220,13 +136,13 @@ class LightMember:
         self.activity = "training"
         self._beat_now()
         self._waits_since_s = self._run.clock.now_s
-        self._later(2 * self.machine.latency_s, self._ask_lease)
+        self.later(2 * self.machine.latency_s, self._ask_lease)
 
     # Heartbeats ---------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         self._beat_now(times=self._run.beats_at_once)
-        self._later(self._run.beat_s, self._beat)
+        self.later(self._run.beat_s, self._beat)
 
     def _beat_now(self, times: float = 1.0) -> None:
         if not self.joined:
@@ -235,14 +151,10 @@ class LightMember:
             self.chunks_moved += 1
         news = self._run.heartbeat(self, times)
         if news is None:  # the coordinator had removed it: it joins again, and its work is others'
-            self.joined = False
-            self.life += 1
             self.version = None
-            if self._session is not None and math.isfinite(self._session.stop_s):
-                self._later(self._session.stop_s - self._run.clock.now_s, self._stop)
-            self._later(self._draw.uniform(0.0, 1.0), self._join)
+            self.join_again()
         elif self._news is None or news.moment != self._news.moment:
-            self._later(2 * self.machine.latency_s, lambda: self.hear(news))
+            self.later(2 * self.machine.latency_s, lambda: self.hear(news))
 
     def heartbeat(self) -> PeerToCoordinatorHeartbeat:
         done, step_s = self.tokens_done, self._step_s
@@ -293,10 +205,10 @@ class LightMember:
         ranges = run.lease(self, ask)
         if not ranges:
             self.activity = "waiting"
-            self._later(0.5 * run.beats_at_once, self._ask_lease)
+            self.later(0.5 * run.beats_at_once, self._ask_lease)
             return
         self.activity = "training"
-        self._later(2 * self.machine.latency_s, lambda: self._work(ranges))
+        self.later(2 * self.machine.latency_s, lambda: self._work(ranges))
 
     def _work(self, ranges: Ranges) -> None:
         self._held += ranges
@@ -322,7 +234,7 @@ class LightMember:
             if self._closes == mine:
                 self._stop_work()
 
-        self._later(stop_s - self._run.clock.now_s, stop)
+        self.later(stop_s - self._run.clock.now_s, stop)
 
     def _stop_work(self) -> None:
         """A lease is done, or the round is due."""
@@ -382,7 +294,7 @@ class LightMember:
             if not run.run.averaging.overlap and news.phase == "averaging":
                 return  # too late for this round: the work counts in the next one
             self.round = news.round
-            self._later(0.5, self._ask_lease)
+            self.later(0.5, self._ask_lease)
             return
         done = self.samples_done
         if not done or self._offered:
@@ -392,7 +304,7 @@ class LightMember:
         self.activity = "ready"
         pack_s = run.pack_s
         self.spent_s["packing"] += pack_s
-        self._later(pack_s + self.machine.latency_s, self._ready)
+        self.later(pack_s + self.machine.latency_s, self._ready)
 
     def _ready(self) -> None:
         if not self.joined or self.version is None or not self._offered:
@@ -415,9 +327,9 @@ class LightMember:
             return
         if self._run.run.averaging.overlap:
             self.round = number + 1
-            self._later(0.0, self._ask_lease)
+            self.later(0.0, self._ask_lease)
         if news.moment != (number, "closing"):
-            self._later(self.machine.latency_s, lambda: self.hear(news))
+            self.later(self.machine.latency_s, lambda: self.hear(news))
 
     def _exchange(self, news: News) -> None:
         run = self._run
@@ -433,21 +345,21 @@ class LightMember:
         def look() -> None:
             if not self._exchanging or run.scope.round.number != number:
                 return
-            left_s = run.exchange_ends_s(index) - run.clock.now_s
+            left_s = run.exchange.ends_s - run.clock.now_s
             if left_s > 1e-9:
-                self._later(left_s, look)
+                self.later(left_s, look)
                 return
             self._exchanging = False
             self._holds_results = True
             self.count_traffic(index)
             self.spent_s["exchange"] += run.clock.now_s - self._exchange_from_s
             self._waits_since_s = run.clock.now_s
-            self._later(self.machine.latency_s, lambda: self._report(run.report_of(index)))
+            self.later(self.machine.latency_s, lambda: self._report(run.exchange.report(index)))
 
-        self._later(max(0.0, run.exchange_ends_s(index) - run.clock.now_s), look)
+        self.later(max(0.0, run.exchange.ends_s - run.clock.now_s), look)
 
     def count_traffic(self, index: int) -> None:
-        sent, received, relayed = self._run.moved(index)
+        sent, received, relayed = self._run.exchange.moved(index)
         self.up_bytes += sent
         self.down_bytes += received
         self.relayed_bytes += relayed
@@ -457,7 +369,7 @@ class LightMember:
             return
         news = self._run.report(self, report)
         if self._news is not None and news.moment != self._news.moment:
-            self._later(self.machine.latency_s, lambda: self.hear(news))
+            self.later(self.machine.latency_s, lambda: self.hear(news))
 
     def _conclude(self, news: News) -> None:
         """The verdict is here: apply a committed mean, or keep the work."""
@@ -479,7 +391,7 @@ class LightMember:
             run.served(size)
             seconds += 8 * size / self.machine.down_bps
         self.activity = "applying"
-        self._later(seconds, lambda: self._apply(news))
+        self.later(seconds, lambda: self._apply(news))
 
     def _apply(self, news: News) -> None:
         run = self._run
@@ -497,7 +409,7 @@ class LightMember:
         self._beat_now()
         if self._busy_from_s is None:
             self._waits_since_s = run.clock.now_s
-            self._later(0.0, self._go_on)
+            self.later(0.0, self._go_on)
 
     def _take_back(self) -> None:
         """The round was aborted: its work is offered to the next one."""
@@ -509,11 +421,11 @@ class LightMember:
             self._offered = []
         if self._busy_from_s is None:
             self._waits_since_s = self._run.clock.now_s
-            self._later(0.0, self._go_on)
+            self.later(0.0, self._go_on)
 
     def _go_on(self) -> None:
-        if self._is_leaving:
-            self._go()
+        if self.is_leaving:
+            self.go()
         elif self._busy_from_s is not None or self.version is None:
             return
         elif self._done_before < count(self._held):

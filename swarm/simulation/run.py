@@ -8,12 +8,8 @@ exchanges those of ``links.py``. Same run file, trace and seed: same result.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import median
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -31,15 +27,17 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
 )
-from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import Address, Delivery, DeviceInfo, Message, TensorSpec
+from shoal.swarm.protocol.types import Address, DeviceInfo, Message, TensorSpec
 from shoal.swarm.protocol.wire import Envelope, encode
 from shoal.swarm.sample_ranges import Ranges, count
-from shoal.swarm.simulation.costs import APPLY_S_PER_ELEMENT, PACK_S_PER_ELEMENT, HostMeter, push_s
+from shoal.swarm.simulation.costs import APPLY_S_PER_ELEMENT, PACK_S_PER_ELEMENT, push_s
 from shoal.swarm.simulation.event_queue import EventQueue
-from shoal.swarm.simulation.links import Exchange, PackedSizes, exchange_of, on_links, traffic_of
-from shoal.swarm.simulation.member import PHASES, LightMember, News
+from shoal.swarm.simulation.exchange import ExchangeCourse
+from shoal.swarm.simulation.links import PackedSizes, on_links
+from shoal.swarm.simulation.member import LightMember, News
+from shoal.swarm.simulation.process import Attendance
+from shoal.swarm.simulation.result import Model, Result, SimulatedRound
 from shoal.swarm.simulation.traces import Trace
 
 _TICK_S = 0.1
@@ -48,84 +46,8 @@ _FEW, _MANY = 200, 2000
 """Members up to which the coordinator looks at the clock as often as a real one does, and from which on heartbeats and
 leases are simulated in threes."""
 
-_MOST_DELIVERIES = 16
 _GONE_S = 0.5
 """Time after which others notice that a process has ended whose machine still runs."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """The trained model, as far as a simulation needs it."""
-
-    elements: int
-    tokens_per_sample: int
-
-
-@dataclass(frozen=True)
-class SimulatedRound:
-    """One verdict. Moments are seconds from the start of the run."""
-
-    number: int
-    committed: bool
-    opened_s: float
-    closes_s: float
-    planned_s: float
-    ended_s: float
-    members: int
-    rows: int
-    tokens: int
-    tokens_total: int
-    exchange_s: float
-    members_sent_bytes: float
-    """That all members' links have carried up since the run began, headers and messages to the host included."""
-    host_sent_bytes: float
-
-
-@dataclass
-class Samples:
-    """Samples by what became of them. ``leased``: granted in all, those that were returned again; ``fresh``: leased at
-    least once, which are committed, held or returned."""
-
-    leased: int = 0
-    fresh: int = 0
-    committed: int = 0
-    held: int = 0
-    returned: int = 0
-    lost: int = 0
-    """Trained on in vain, as who had them died before its contribution was in a mean."""
-
-
-@dataclass
-class Result:
-    """Outcome of a simulation. Bytes and seconds are sums over the run; ``spent_s``: member-seconds by phase."""
-
-    rounds: list[SimulatedRound] = field(default_factory=list)
-    members: int = 0
-    duration_s: float = 0.0
-    tokens: int = 0
-    possible_tokens: float = 0.0
-    members_mean: float = 0.0
-    members_most: int = 0
-    refused_joins: int = 0
-    never_admitted: int = 0
-    member_sent_bytes: float = 0.0
-    member_received_bytes: float = 0.0
-    members_sent_bytes: float = 0.0
-    """All that their links carry up: states and rounds, messages to the host, headers and acknowledgements."""
-    served_bytes: float = 0.0
-    """Of states and of results that somebody had missed."""
-    relayed_bytes: float = 0.0
-    host: HostMeter = field(default_factory=HostMeter)
-    largest_view_bytes: int = 0
-    spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    samples: Samples = field(default_factory=Samples)
-    price: float = 0.0
-    ended: bool = False
-    calls: int = 0
-
-    @property
-    def committed(self) -> list[SimulatedRound]:
-        return [one for one in self.rounds if one.committed]
 
 
 class SimulatedRun:
@@ -135,6 +57,7 @@ class SimulatedRun:
         # Members need no invite here: who may join is no question of time.
         self.run = run.model_copy(update={"access": run.access.model_copy(update={"admission": "open"})})
         self.clock = EventQueue()
+        self.attendance = Attendance(self.clock)
         self.result = Result(members=members)
         self.elements, self.tokens_per_sample = model.elements, model.tokens_per_sample
         self.deadlines = Deadlines(run.round.patience_s)
@@ -160,15 +83,8 @@ class SimulatedRun:
         self._digests: dict[int, bytes] = {}
         self._told: tuple[int, str] = self.scope.urgent_state[:2]
         self._news: tuple[tuple[int, str, float], News] | None = None
-        self._exchange: Exchange | None = None
-        self._exchange_ends_s = 0.0
-        self._exchange_from_s = 0.0
-        self._dead: set[int] = set()
-        self._rows: dict[int, list[int]] = {}
+        self._exchange: ExchangeCourse | None = None
         self._planned_s = 0.0
-        self._parts_digests: tuple[bytes, ...] = ()
-        self._alive = 0
-        self._alive_since_s = 0.0
         self._joined: set[str] = set()
         self._plan_bytes = self._verdict_bytes = 0
         self._base_bytes, self._entry_bytes = 600, 420
@@ -177,7 +93,6 @@ class SimulatedRun:
         self._push_waits = False
         self._fetching = 0
         self._closes_s = 0.0
-        self._reduced: tuple[RoundPlan, Counter[int]] | None = None
         self._say: Callable[[str], None] = lambda words: None
 
     # The loop -----------------------------------------------------------------------------------------------
@@ -275,25 +190,8 @@ class SimulatedRun:
     def _begin_exchange(self) -> None:
         plan = self.scope.round.plan
         assert plan is not None
-        planned = [self._by_peer[one.peer] for one in plan.members]
-        self._rows = defaultdict(list)
-        for index, member in enumerate(plan.members):
-            self._rows[member.row].append(index)
-        sizes = PackedSizes.of(self.run.format_map(()), self.elements, -(-len(planned) // len(self._rows)))
-        machines = [one.machine for one in planned]
-        traffic = traffic_of(plan, sizes, [one.reachable for one in machines])
-        self._exchange = exchange_of(
-            traffic,
-            [one.up_bps for one in machines],
-            [one.down_bps for one in machines],
-            elements=self.elements,
-            latency_s=median(one.latency_s for one in machines),
-            patience_s=self.deadlines.contribution_s,
-            relay_bps=self._trace.relay_bps,
-        )
-        now_s = self.clock.now_s
-        self._planned_s, self._exchange_from_s = now_s, now_s
-        self._dead = set()
+        machines = [self._by_peer[one.peer].machine for one in plan.members]
+        now_s = self._planned_s = self.clock.now_s
         view = CoordinatorToPeerView(view=self.scope.view(plan.members[0].peer, now_s, 0, None))
         whole = len(encode(Envelope("notice", 0, view), _NO_LIMIT_BYTES))
         bare = view.view.model_copy(update={"plan": None, "roster": None, "roster_delta": None, "verdict": None})
@@ -310,73 +208,27 @@ class SimulatedRun:
         # The exchange begins for everybody when the last member has the plan.
         last_s = push_s(self._base_bytes + self._plan_bytes, self._trace.host_bps) * len(self.scope.membership.live)
         slowest_s = max(one.latency_s + 8 * self._plan_bytes / one.down_bps for one in machines)
-        self._exchange_ends_s = now_s + last_s + slowest_s + self._exchange.took_s
-        number = plan.round
-        self._parts_digests = tuple(
-            hashlib.sha256(b"part %d %d" % (number, index)).digest() for index in range(len(plan.parts))
+        self._exchange = ExchangeCourse(
+            plan,
+            machines,
+            self.run.format_map(()),
+            self.deadlines,
+            self._trace.relay_bps,
+            now_s=now_s,
+            begins_s=now_s + last_s + slowest_s,
         )
 
-    def exchange_ends_s(self, index: int) -> float:
-        return self._exchange_ends_s
-
-    def moved(self, index: int) -> tuple[float, float, float]:
-        """Return the bytes that a member has sent, received, and sent over a relay."""
+    @property
+    def exchange(self) -> ExchangeCourse:
+        """The newest exchange, which is or was."""
         assert self._exchange is not None
-        one = self._exchange.traffic[index]
-        return one.sent, one.received, one.relayed
+        return self._exchange
 
     def died_in_exchange(self, member: LightMember) -> None:
-        """A member is gone, which others notice, and do without: its parts are collected again by stand-ins."""
-        plan, exchange = self.scope.round.plan, self._exchange
+        """A member is gone in the midst of an exchange, which counts as if it had died at its end."""
         index = self.news().planned.get(member.peer)
-        if plan is None or exchange is None or index is None or index in self._dead:
-            return
-        now_s, one = self.clock.now_s, exchange.traffic[index]
-        self._dead.add(index)
-        member.count_traffic(index)  # in full, as if it had died at the end
-        share = max(0.0, min(1.0, (now_s - self._exchange_from_s) / max(exchange.took_s, 1e-9)))
-        noticed_s = self.deadlines.result_s if one.owns else self.deadlines.contribution_s
-        again_s = (1.0 - share) * exchange.busy_s[index] if one.owns else 0.0
-        self._exchange_ends_s = max(self._exchange_ends_s, now_s + noticed_s + again_s)
-
-    def report_of(self, index: int) -> PeerToCoordinatorRoundReport:
-        """Return what a member of the plan reports: all parts, whom they lack, and what links have shown."""
-        plan, exchange = self.scope.round.plan, self._exchange
-        assert plan is not None
-        assert exchange is not None
-        dropped = tuple(sorted(self._dead | exchange.left_out))
-        deliveries: list[Delivery] = []
-        if exchange.traffic[index].owns:
-            mates = self._rows[plan.members[index].row]
-            at = plan.round % len(mates)
-            for mate in itertools.islice(itertools.chain(mates[at:], mates[:at]), _MOST_DELIVERIES + 1):
-                if mate != index and len(deliveries) < _MOST_DELIVERIES:
-                    deliveries.append(Delivery(member=mate, bps=max(1.0, self._rate_to(mate, index))))
-        return PeerToCoordinatorRoundReport(
-            round=plan.round,
-            digests=self._parts_digests,
-            dropped=dropped,
-            undelivered=dropped if exchange.traffic[index].owns else (),
-            failed=tuple(one for one in dropped if one in self._dead and exchange.traffic[one].owns),
-            deliveries=tuple(deliveries),
-            trouble="",
-        )
-
-    def _rate_to(self, sender: int, owner: int) -> float:
-        """Return the rate at which an owner gets a member's contribution, whose link serves all owners at once."""
-        assert self._exchange is not None
-        plan = self.scope.round.plan
-        assert plan is not None
-        if self._reduced is None or self._reduced[0] is not plan:
-            reduced: Counter[int] = Counter()
-            for part in plan.parts:
-                for one in plan.row_reducers(part) or (part.owner,):
-                    reduced[one] += part.stop - part.start
-            self._reduced = plan, reduced
-        machine = self._by_peer[plan.members[sender].peer].machine
-        sent = self._exchange.traffic[sender].sent
-        share = self._reduced[1][owner] * self.sizes.contribution / sent if sent else 0.0
-        return machine.up_bps * min(1.0, share)
+        if self.scope.round.plan is not None and index is not None and self.exchange.died(index, self.clock.now_s):
+            member.count_traffic(index)
 
     def _note_verdict(self) -> None:
         verdict = self.scope.verdict
@@ -395,7 +247,7 @@ class SimulatedRun:
             planned_s=self._planned_s if plan is not None else self.clock.now_s,
             ended_s=self.clock.now_s,
             members=len(plan.members) if plan is not None else 0,
-            rows=1 + max(member.row for member in plan.members) if plan is not None else 0,
+            rows=exchange.rows if plan is not None and exchange is not None else 0,
             tokens=verdict.tokens,
             tokens_total=verdict.tokens_total,
             exchange_s=exchange.took_s if exchange is not None and plan is not None else 0.0,
@@ -537,24 +389,10 @@ class SimulatedRun:
 
     # Sums ---------------------------------------------------------------------------------------------------
 
-    def count_alive(self, member: LightMember, change: int) -> None:
-        now_s = self.clock.now_s
-        self.result.members_mean += self._alive * (now_s - self._alive_since_s)
-        self._alive_since_s = now_s
-        self._alive += change
-        self.result.members_most = max(self.result.members_most, self._alive)
-        if change > 0:
-            member.since_s = now_s
-        else:
-            seconds = now_s - member.since_s
-            member.there_s += seconds
-            self.result.possible_tokens += seconds * member.speed_tps
-            self.result.price += seconds / 3600 * member.machine.price_per_hour
-
     def _finish(self) -> Result:
         result, scope = self.result, self.scope
         result.duration_s = self.clock.now_s
-        result.members_mean /= max(result.duration_s, 1e-9)
+        result.take_attendance(self.attendance)
         result.tokens = scope.tokens_committed
         result.never_admitted = sum(one.there_s > 0 and one.peer not in self._joined for one in self.members)
         for member in self.members:

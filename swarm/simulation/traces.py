@@ -25,6 +25,7 @@ from shoal.swarm.protocol.field_errors import field_errors
 
 MAX_TRACE_BYTES = 64 * 2**20
 MAX_TRACE_MEMBERS = 1_000_000
+NO_LIMIT_BYTES = 2**48
 FLOPS_PER_PARAMETER = 6.0
 """Floating-point operations of forward and backward pass for a token and a parameter (Kaplan et al. 2020,
 arXiv:2001.08361, section 2.1)."""
@@ -70,6 +71,8 @@ class Churn:
 @dataclass(frozen=True)
 class Machine:
     """One machine. ``flops``: that it reaches in training; ``tokens_per_s`` instead, where that is known.
+    ``device_bytes``: of the GPU's own memory, None for one that computes in the machine's memory, ``host_bytes``; both
+    only limit which stages of a pipeline it can hold.
 
     ``network``: its IPv4 /24 in admission's eyes; ``up_bps``, ``down_bps``: of its link, ``latency_s``: one way to any
     other machine; ``reachable``: whether others can dial it; ``sessions``: those of a file, ``churn`` else."""
@@ -78,6 +81,8 @@ class Machine:
     device: str = ""
     flops: float = 0.0
     tokens_per_s: float = 0.0
+    device_bytes: int | None = None
+    host_bytes: int = NO_LIMIT_BYTES
     up_bps: float = 1e9
     down_bps: float = 1e9
     latency_s: float = 0.001
@@ -116,23 +121,28 @@ class Trace:
 _UTILISATION = 0.35
 """Share of a GPU's peak (dense bfloat16, sums in float32) that training reaches: assumed."""
 
+_USABLE = 0.85
+"""Share of a machine's memory that a run may take: assumed; the rest is the system's, torch's and other programs'."""
+
 _HOME_GPUS = (
-    # name, peak TFLOP/s by the maker's data sheets, share of the machines: assumed
-    ("RTX 3060", 51.0, 0.35),
-    ("RTX 4060", 60.0, 0.25),
-    ("RTX 3090", 71.0, 0.15),
-    ("RTX 4070", 117.0, 0.15),
-    ("RTX 4090", 165.0, 0.10),
+    # name, peak TFLOP/s and memory by the maker's data sheets, share of the machines: assumed
+    ("RTX 3060", 51.0, 12, 0.35),
+    ("RTX 4060", 60.0, 8, 0.25),
+    ("RTX 3090", 71.0, 24, 0.15),
+    ("RTX 4070", 117.0, 12, 0.15),
+    ("RTX 4090", 165.0, 24, 0.10),
 )
 
 
 def _volunteer(number: int, draw: random.Random) -> Machine:
-    device, peak, _ = draw.choices(_HOME_GPUS, [share for _, _, share in _HOME_GPUS])[0]
+    device, peak, memory_gb, _ = draw.choices(_HOME_GPUS, [share for *_, share in _HOME_GPUS])[0]
     up_bps = draw.lognormvariate(math.log(20e6), 0.7)
     return Machine(
         name=f"home{number}",
         device=device,
         flops=1e12 * peak * _UTILISATION * draw.uniform(0.7, 1.0),
+        device_bytes=round(_USABLE * memory_gb * 2**30),
+        host_bytes=round(_USABLE * 32 * 2**30),
         up_bps=min(max(up_bps, 2e6), 1e9),
         down_bps=min(max(5 * up_bps, 10e6), 1e9),
         latency_s=min(max(draw.lognormvariate(math.log(0.025), 0.5), 0.005), 0.2),
@@ -147,6 +157,8 @@ def _spot(number: int, draw: random.Random) -> Machine:
         name=f"spot{number}",
         device="T4",
         flops=65e12 * _UTILISATION * draw.uniform(0.9, 1.0),
+        device_bytes=round(_USABLE * 16 * 2**30),
+        host_bytes=round(_USABLE * 16 * 2**30),
         up_bps=5e9,
         down_bps=5e9,
         latency_s=draw.choice((0.001, 0.015, 0.035)),
@@ -161,6 +173,8 @@ def _cluster(number: int, draw: random.Random) -> Machine:
         name=f"node{number}",
         device="8 x H100",
         flops=8 * 989e12 * _UTILISATION * draw.uniform(0.98, 1.0),
+        device_bytes=round(_USABLE * 8 * 80 * 2**30),
+        host_bytes=round(_USABLE * 1024 * 2**30),
         up_bps=25e9,
         down_bps=25e9,
         latency_s=0.0001,
@@ -206,13 +220,16 @@ class SessionRow(_Model):
 
 
 class MemberRow(_Model):
-    """Machines of a trace file: ``count`` alike."""
+    """Machines of a trace file: ``count`` alike. ``device_gb``, ``host_gb``: memory that a run may take; none is no
+    limit, or no GPU with a memory of its own."""
 
     name: Annotated[str, Field(max_length=40)] = ""
     count: Annotated[int, Field(ge=1, le=MAX_TRACE_MEMBERS)] = 1
     device: Annotated[str, Field(max_length=100)] = ""
     tokens_per_s: Annotated[float, Field(gt=0, le=1e12)] | None = None
     tflops: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    device_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    host_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
     up_mbit: Annotated[float, Field(gt=0, le=1e7)]
     down_mbit: Annotated[float, Field(gt=0, le=1e7)] | None = None
     latency_ms: Annotated[float, Field(ge=0, le=10_000)] = 25.0
@@ -237,6 +254,8 @@ class MemberRow(_Model):
             device=self.device,
             flops=1e12 * (self.tflops or 0.0),
             tokens_per_s=self.tokens_per_s or 0.0,
+            device_bytes=None if self.device_gb is None else round(1e9 * self.device_gb),
+            host_bytes=NO_LIMIT_BYTES if self.host_gb is None else round(1e9 * self.host_gb),
             up_bps=1e6 * self.up_mbit,
             down_bps=1e6 * (self.down_mbit if self.down_mbit is not None else self.up_mbit),
             latency_s=self.latency_ms / 1e3,

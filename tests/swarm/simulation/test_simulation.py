@@ -10,7 +10,8 @@ from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.simulation.event_queue import EventQueue
 from shoal.swarm.simulation.figures import figures_of
 from shoal.swarm.simulation.links import LINK_SHARE, on_links
-from shoal.swarm.simulation.run import Model, Result, simulate
+from shoal.swarm.simulation.result import Model, Result
+from shoal.swarm.simulation.run import simulate
 from shoal.swarm.simulation.traces import NAMED, Churn, Machine, Session, Trace, load_trace, trace_of
 
 MODEL = Model(4_000_000, 100)
