@@ -72,6 +72,10 @@ def simulate_command(
     tokens_per_sample: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sample; by default the recipe's.")
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=2, max=4096, help="Layers of a model in stages, as equal blocks; by default the recipe's."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict how a run goes on given machines: rounds, goodput, bytes, time to so many tokens, the host's load, price.
@@ -93,7 +97,8 @@ def simulate_command(
     if sweep and members is not None:
         raise UserError("--members and --sweep: expected one of them")
     wanted = parse_number(tokens, "--tokens") if tokens else file.run.tokens
-    model = _model_of(file, parse_number(parameters, "--parameters") if parameters else None, tokens_per_sample)
+    elements = parse_number(parameters, "--parameters") if parameters else None
+    model = _model_of(file, elements, tokens_per_sample, layers)
     until_s = horizon_s(file, 3600 * hours)
     errors = Console(stderr=True)
     found: list[Figures] = []
@@ -113,26 +118,34 @@ def simulate_command(
         console.print(f"Note: {note}.", markup=False, highlight=False)
 
 
-def _model_of(run: RunFile, elements: int | None, tokens_per_sample: int | None) -> Model:
-    """The size of the run's model: as given, as pinned, or as the recipe makes it. Raises ``UserError``."""
+def _model_of(run: RunFile, elements: int | None, tokens_per_sample: int | None, layers: int | None) -> Model:
+    """The size of the run's model: as given, as pinned, or as the recipe makes it; of one in stages with its layers.
+
+    Raises ``UserError``."""
     from shoal.swarm.simulation.result import Model
 
-    pins = run.pins
+    pins, in_stages = run.pins, run.pipeline is not None
+    if layers is not None and not in_stages:
+        raise UserError("--layers: the run has no [pipeline], so its model is not cut")
+    needs_layers = in_stages and layers is None
     elements = elements or (pins.elements if pins else None)
     tokens_per_sample = tokens_per_sample or (pins.tokens_per_sample if pins else None) or run.data.tokens_per_sample
-    if run.recipe.name == "own" and (elements is None or tokens_per_sample is None):
+    if run.recipe.name == "own" and (elements is None or tokens_per_sample is None or needs_layers):
         raise UserError(
             "the members of this run bring their own model: say its size with --parameters, and --tokens-per-sample"
+            + (" and --layers" if in_stages else "")
         )
-    if elements is None or tokens_per_sample is None:
+    if elements is None or tokens_per_sample is None or needs_layers:
         from shoal.peer.machine_memory import machine_bytes
         from shoal.peer.recipes import load_recipe
         from shoal.peer.recipes.model_memory import outline_of
 
         recipe = load_recipe(run)
         tokens_per_sample = tokens_per_sample or recipe.tokens_per_sample
-        elements = elements or outline_of(run, recipe, machine_bytes()).trained
-    return Model(elements, tokens_per_sample)
+        if elements is None or needs_layers:
+            outline = outline_of(run, recipe, machine_bytes())
+            elements, layers = elements or outline.trained, layers or (len(outline.layers) if in_stages else None)
+    return Model.decoder(elements, tokens_per_sample, layers) if layers else Model(elements, tokens_per_sample)
 
 
 def table_of(found: list[Figures], trace: str, elements: int) -> Table:
@@ -152,6 +165,15 @@ def table_of(found: list[Figures], trace: str, elements: int) -> Table:
     ]
     if found[0].tokens_wanted is not None:
         rows.append((f"time to {found[0].tokens_wanted:,} tokens", [_hours(one.hours_to_tokens) for one in found]))
+    if found[0].pipeline is not None:
+        stages = [one.pipeline for one in found if one.pipeline is not None]
+        rows += [
+            ("stages; fewest replicas", [f"{one.stages}; {one.fewest_replicas}" for one in stages]),
+            ("planned tokens/s", [f"{one.planned_tokens_per_s:,.0f}" for one in stages]),
+            ("members moved; a stage stood still", [f"{one.moves}; {one.stalled:.1%}" for one in stages]),
+            ("a member sends between stages", [f"{one.between_stages_gb_per_hour:,.2f} GB/h" for one in stages]),
+            ("states fetched", [f"{one.state_gb:,.1f} GB" for one in stages]),
+        ]
     for phase in ("compute", "packing", "exchange", "waiting", "applying"):
         rows.append((f"members' time: {phase}", [f"{one.spent[phase]:.1%}" for one in found]))
     rows += [

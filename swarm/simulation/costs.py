@@ -17,6 +17,9 @@ CPU_S_BY_MESSAGE = {
     "ready": 1.2e-3,
     "report": 1.5e-3,
     "leave": 5e-4,
+    "capability": 1e-3,
+    "claim": 4e-4,
+    "drive": 4e-4,
     "push": 3e-4,
 }
 """Processor seconds for a message of each kind with its answer: estimates, whose sum is about what a host of a thousand

@@ -11,6 +11,22 @@ from shoal.swarm.simulation.result import Result
 
 
 @dataclass(frozen=True)
+class PipelineFigures:
+    """Predictions of a run in stages. ``fewest_replicas``: of any stage, at the end; ``planned_tokens_per_s``: of the
+    last plan, without rounds; ``stalled``: share of the time after the first plan in which a stage had nobody with its
+    state; ``between_stages_gb_per_hour``: activations and gradients that a member sends; ``state_gb``: states and
+    missed results that were fetched."""
+
+    stages: int
+    fewest_replicas: int
+    planned_tokens_per_s: float
+    moves: int
+    stalled: float
+    between_stages_gb_per_hour: float
+    state_gb: float
+
+
+@dataclass(frozen=True)
 class Figures:
     """Predictions of a simulation. Rates are those of the time after the first committed round, which joins take part
     of; sums are of the whole simulated time.
@@ -46,6 +62,7 @@ class Figures:
     price_per_hour: float
     price_per_1e9_tokens: float | None
     simulated_hours: float
+    pipeline: PipelineFigures | None = None
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
@@ -97,7 +114,24 @@ def figures_of(result: Result, tokens_wanted: int | None) -> Figures:
         price_per_hour=result.price / seconds * 3600,
         price_per_1e9_tokens=1e9 * result.price / result.tokens if result.tokens else None,
         simulated_hours=seconds / 3600,
+        pipeline=_pipeline_figures(result),
         notes=list(_notes(result)),
+    )
+
+
+def _pipeline_figures(result: Result) -> PipelineFigures | None:
+    course, seconds = result.pipeline, max(result.duration_s, 1e-9)
+    if course is None:
+        return None
+    tensors = sum(course.activation_bytes.values()) + sum(course.gradient_bytes.values())
+    return PipelineFigures(
+        stages=max(0, len(course.boundaries) - 1),
+        fewest_replicas=min(course.replicas, default=0),
+        planned_tokens_per_s=course.planned_tokens_per_s,
+        moves=course.moves,
+        stalled=course.stalled_s / seconds,
+        between_stages_gb_per_hour=tensors / max(result.members_mean, 1e-9) / seconds * 3600 / 1e9,
+        state_gb=course.state_bytes / 1e9,
     )
 
 
@@ -116,6 +150,8 @@ def _notes(result: Result) -> list[str]:
             f"a view of {result.largest_view_bytes / 1e6:.1f} MB is larger than a message may be, "
             f"{MAX_MESSAGE_BYTES / 1e6:.1f} MB"
         )
+    if result.pipeline is not None and result.pipeline.shortage:
+        notes.append(result.pipeline.shortage)
     if not result.committed:
         notes.append("no round was committed: see round.tokens and round.max_s, or simulate longer")
     return notes

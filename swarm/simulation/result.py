@@ -94,7 +94,6 @@ class PipelineCourse:
     stalled_s: float = 0.0
     driven: int = 0
     computed_samples: int = 0
-    resent: int = 0
     state_bytes: float = 0.0
     activation_bytes: dict[int, float] = field(default_factory=dict)
     gradient_bytes: dict[int, float] = field(default_factory=dict)

@@ -36,6 +36,7 @@ from shoal.swarm.simulation.event_queue import EventQueue
 from shoal.swarm.simulation.exchange import ExchangeCourse
 from shoal.swarm.simulation.links import PackedSizes, on_links
 from shoal.swarm.simulation.member import LightMember, News
+from shoal.swarm.simulation.pipeline import SimulatedPipeline
 from shoal.swarm.simulation.process import Attendance
 from shoal.swarm.simulation.result import Model, Result, SimulatedRound
 from shoal.swarm.simulation.traces import Trace
@@ -442,7 +443,7 @@ def simulate(
     if run.collective is not None:
         raise UserError("[collective]: rounds of collectives are made by their callers, and are not simulated")
     if run.pipeline is not None:
-        raise UserError("[pipeline]: only runs without stages are simulated")
+        return SimulatedPipeline(run, model, trace, members, seed).simulate(until_s, rounds, say)
     return SimulatedRun(run, model, trace, members, seed).simulate(until_s, rounds, say)
 
 
