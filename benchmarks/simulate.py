@@ -2,8 +2,9 @@
 
 Each row is one run: a host and members in network namespaces of their own (``shaped_links.py``), members whose model is
 of that size and whose steps take a fixed time, as if a GPU took it. The simulator gets the same run file, rates and
-delays. Times and bytes are those between the first verdict and the last one; bytes are those of the namespaces'
-interfaces, so that headers, acknowledgements and messages count.
+delays, and what the members' own devices took: seconds of a step, of packing and of applying. Times and bytes are those
+between two verdicts, the first of which comes after some rounds, as members learn how fast their uplinks are; bytes are
+those of the namespaces' interfaces, so that headers, acknowledgements and messages count.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import nn
 from shoal.peer.cli.host import HostOptions, host
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
+from shoal.swarm.averaging.phase_clock import PhaseClock
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.simulation.result import Model
 from shoal.swarm.simulation.run import simulate
@@ -65,13 +67,15 @@ patience_s = 20
 
 @dataclass(frozen=True)
 class Case:
-    """One run. ``rates_mbit``: of the members' links, up and down alike; ``work_s``: of training a round."""
+    """One run. ``rates_mbit``: of the members' links, up and down alike; ``work_s``: of training a round; ``skipped``:
+    rounds that do not count."""
 
     elements: int
     rates_mbit: tuple[float, ...]
     one_way_ms: float
     rounds: int
     work_s: float
+    skipped: int = 1
 
     @property
     def run_toml(self) -> str:
@@ -92,9 +96,23 @@ def run_host(pipe: Connection, toml: str, folder: Path, site: Site) -> None:
     asyncio.run(host([folder / "run.toml"], options, lambda hosting: pipe.send(str(hosting.invite)), heard))
 
 
+def note_own_times(path: Path) -> None:
+    """Have each round's seconds of packing and of applying written there, as a line each."""
+    ended = PhaseClock.end_round
+
+    def noted(self: PhaseClock, number: int | None = None) -> Any:
+        times = ended(self, number)
+        with path.open("a") as file:
+            file.write(f"{times.training.packing} {times.training.applying}\n")
+        return times
+
+    PhaseClock.end_round = noted  # type: ignore[method-assign,assignment]
+
+
 def run_member(invite: str, case: Case, folder: Path, site: Site) -> None:
     """Take part in the run until it ends."""
     enter(site.namespace)
+    note_own_times(folder / "own_times")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dataset, model = line_data(10_000), CheapModel(case.elements, case.elements)
@@ -146,8 +164,9 @@ class Outcome:
     host_kbit: float
 
     @classmethod
-    def of(cls, verdicts: Sequence[Verdict], members: int) -> Outcome:
-        """Return the means over the rounds after the first one, which begins with joins."""
+    def of(cls, verdicts: Sequence[Verdict], members: int, skipped: int = 1) -> Outcome:
+        """Return the means over the rounds after those that are skipped; the first one begins with joins."""
+        verdicts = verdicts[skipped - 1 :]
         first, last, rounds = verdicts[0], verdicts[-1], len(verdicts) - 1
         took_s = last.ended_s - first.ended_s
         return cls(
@@ -159,8 +178,24 @@ class Outcome:
         )
 
 
-def measured(case: Case, limit_s: float) -> tuple[Outcome, list[float]]:
-    """Run it. Returns the members' seconds a step, too, which are more than asked for where cores are scarce.
+@dataclass(frozen=True)
+class OwnTimes:
+    """Mean seconds that a member's device took for a step, more than asked for where cores are scarce, and in a round
+    for packing and for applying."""
+
+    step_s: float
+    pack_s: float
+    apply_s: float
+
+    @classmethod
+    def read(cls, folder: Path, skipped: int) -> OwnTimes:
+        lines = (folder / "own_times").read_text().splitlines()[skipped:]
+        own = [tuple(map(float, line.split())) for line in lines]
+        return cls(float((folder / "step_s").read_text()), mean(one for one, _ in own), mean(one for _, one in own))
+
+
+def measured(case: Case, limit_s: float) -> tuple[Outcome, list[OwnTimes]]:
+    """Run it. Returns what the members' devices took, too.
 
     Raises ``NoShapedLinks``, ``RuntimeError``."""
     context = multiprocessing.get_context("spawn")
@@ -194,27 +229,29 @@ def measured(case: Case, limit_s: float) -> tuple[Outcome, list[float]]:
                     of_members = sum(sent_bytes(one.pid) for one in members)
                     seen.append(Verdict(planned_s, moment_s, of_members, sent_bytes(hosting.pid or 0)))
                     print(f"{len(members)} members: {seen[-1]}", file=sys.stderr, flush=True)
-            steps_s = [float((folder / "step_s").read_text()) for folder in folders[:-1]]
+            own = [OwnTimes.read(folder, case.skipped) for folder in folders[:-1]]
         finally:
             for process in [*members, hosting]:
                 if process.pid is not None:
                     process.kill()
                     process.join()
-    return Outcome.of(seen, len(members)), steps_s
+    return Outcome.of(seen, len(members), case.skipped), own
 
 
-def predicted(case: Case, steps_s: Sequence[float]) -> Outcome:
-    """Simulate it, with members that take so many seconds for a step."""
+def predicted(case: Case, own: Sequence[OwnTimes]) -> Outcome:
+    """Simulate it, with members whose devices take so long."""
     machines = [
         Machine(
             name=f"member{number}",
-            tokens_per_s=1 / step_s,
+            tokens_per_s=1 / times.step_s,
+            pack_s=times.pack_s,
+            apply_s=times.apply_s,
             up_bps=1e6 * rate,
             down_bps=1e6 * rate,
             latency_s=case.one_way_ms / 1e3,
             network=f"network {number}",
         )
-        for number, (rate, step_s) in enumerate(zip(case.rates_mbit, steps_s, strict=True))
+        for number, (rate, times) in enumerate(zip(case.rates_mbit, own, strict=True))
     ]
     trace = Trace("shaped", lambda number, draw: machines[number], host_bps=1e6 * max(case.rates_mbit))
     run = parse_run_file(case.run_toml)
@@ -222,17 +259,20 @@ def predicted(case: Case, steps_s: Sequence[float]) -> Outcome:
     verdicts = [
         Verdict(one.planned_s, one.ended_s, one.members_sent_bytes, one.host_sent_bytes) for one in result.committed
     ]
-    return Outcome.of(verdicts, len(machines))
+    return Outcome.of(verdicts, len(machines), case.skipped)
 
 
 def row_of(case: Case, limit_s: float) -> dict[str, Any]:
     """Measure and predict one run."""
-    real, steps_s = measured(case, limit_s)
-    told = predicted(case, steps_s)
+    real, own = measured(case, limit_s)
+    print(f"own times: {own}", file=sys.stderr, flush=True)
+    told = predicted(case, own)
     return {
         "members": len(case.rates_mbit),
         "Mbit/s": "/".join(f"{rate:g}" for rate in dict.fromkeys(case.rates_mbit)),
-        "step s": mean(steps_s),
+        "step s": mean(one.step_s for one in own),
+        "packing s": mean(one.pack_s for one in own),
+        "applying s": mean(one.apply_s for one in own),
         "rounds/h": real.rounds_per_hour,
         "predicted": told.rounds_per_hour,
         "work s": real.work_s,
@@ -256,7 +296,7 @@ def cases(options: Any) -> Sequence[Case]:
         for rate in options.rates:
             rates = (float(rate),) * members
             for one in (rates, (*rates[1:], rate / 4)) if options.uneven else (rates,):
-                made.append(Case(options.size, one, options.one_way_ms, options.rounds, options.work_s))
+                made.append(Case(options.size, one, options.one_way_ms, options.rounds, options.work_s, options.skip))
     return made
 
 
@@ -267,7 +307,8 @@ def main() -> None:
     arguments.add_argument("--uneven", action="store_true", help="also one member at a quarter of the rate")
     arguments.add_argument("--size", type=elements_of, default=5_000_000, help="elements of the model")
     arguments.add_argument("--one-way-ms", type=float, default=15.0)
-    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--rounds", type=int, default=8)
+    arguments.add_argument("--skip", type=int, default=3, help="rounds that do not count")
     arguments.add_argument("--work-s", type=float, default=15.0)
     arguments.add_argument("--limit-s", type=float, default=400.0)
     options = arguments.parse_args()

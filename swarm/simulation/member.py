@@ -302,7 +302,7 @@ class LightMember(MachineProcess):
         self._offered, left = _first(self._held, done), subtract(merge(self._held), merge(_first(self._held, done)))
         self._held, self._done_before = left, 0
         self.activity = "ready"
-        pack_s = run.pack_s
+        pack_s = run.pack_s if self.machine.pack_s is None else self.machine.pack_s
         self.spent_s["packing"] += pack_s
         self.later(pack_s + self.machine.latency_s, self._ready)
 
@@ -383,7 +383,8 @@ class LightMember(MachineProcess):
             self._take_back()
             return
         missed = news.anchor_version - self.version
-        seconds = run.apply_s * max(1, missed)
+        apply_s = run.apply_s if self.machine.apply_s is None else self.machine.apply_s
+        seconds = apply_s * max(1, missed)
         self.spent_s["applying"] += seconds
         if not was_held or missed > 1:
             size = max(missed, 1) * run.result_bytes
