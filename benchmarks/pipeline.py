@@ -31,6 +31,7 @@ from pipeline_figures import (
 )
 from pipeline_loss import MICRO_BATCH, MICRO_BATCHES, SETTINGS, held_out_losses
 from pipeline_run import PATIENCE_S, Case, Peer, Pipeline
+from pipeline_simulated import simulated_rate
 from recovery_run import Event, collected
 from shaped_links import NoShapedLinks, check_machine, shaped_links
 
@@ -68,7 +69,9 @@ def measured(case: Case, limit_s: float) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         with Pipeline(Path(folder), case, limit_s) as pipeline:
             verdicts = pipeline.wait_for_rounds(case.rounds)[: case.rounds]
-        return row_of(pipeline, verdicts)
+        row = row_of(pipeline, verdicts)
+    simulated = simulated_rate(case)
+    return row | {"simulated mb/s": simulated, "simulated ratio": over(simulated, row["mb/s"])}
 
 
 def row_of(pipeline: Pipeline, verdicts: Sequence[Event]) -> Row:
@@ -139,7 +142,9 @@ def measure_links(case: Case, limit_s: float) -> Iterator[Row]:
             ):
                 with Pipeline(Path(folder), one, limit_s, places) as pipeline:
                     verdicts = pipeline.wait_for_rounds(case.rounds)[: case.rounds]
-                yield row_of(pipeline, verdicts)
+                row = row_of(pipeline, verdicts)
+            simulated = simulated_rate(one, LINK_MBIT, ONE_WAY_MS)
+            yield row | {"simulated mb/s": simulated, "simulated ratio": over(simulated, row["mb/s"])}
         except NoShapedLinks as error:
             yield {"what": case.name, "stages": case.stages, "activations": activations, "note": str(error)}
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.chunk_judge import Shown, Subject, fault_of, make_evidence, masked_round
-from shoal.swarm.averaging.inclusions import Places, audits_a_round, included_blob
+from shoal.swarm.averaging.inclusions import FIRST_LOOKS, Places, audits_a_round, included_blob
 from shoal.swarm.averaging.masked_round import MaskedRound, most_shown_bytes
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
@@ -44,10 +44,6 @@ _AGAIN_ROUNDS = 32
 _SLOWEST_BYTES_S = 2**14
 """Rate at which a maker has to show what it included, or one could keep an auditor from all others. An honest one may
 have to serve all auditors at once over a slow uplink."""
-
-
-_FIRST_LOOKS = 5.0
-"""Bytes of audits of makers that were not checked yet, in shares of a round: a tenth of it at 2 %."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def choose(
 ) -> list[ChosenChunk]:
     """Draw the chunks that member ``me`` checks of a committed round, so many that on average they take ``share``.
 
-    Until all makers are ``known`` one more of those that are not, as often as takes ``_FIRST_LOOKS`` times the share at
+    Until all makers are ``known`` one more of those that are not, as often as takes ``FIRST_LOOKS`` times the share at
     most: a model has as few as four chunks for each member, of which a share finds a liar after many rounds only."""
     found = list(auditable(store, verdict, me))
     wanted = audits_a_round(share, len(store.plan.members), store.chunks, len(store.group.rows))
@@ -115,7 +111,7 @@ def choose(
     chosen = rng.sample(found, min(count, len(found)))
     seen = {*known, *(store.plan.members[one.maker].peer for one in chosen)}
     new = [one for one in found if store.plan.members[one.maker].peer not in seen]
-    return [*chosen, rng.choice(new)] if new and rng.random() < _FIRST_LOOKS * wanted else chosen
+    return [*chosen, rng.choice(new)] if new and rng.random() < FIRST_LOOKS * wanted else chosen
 
 
 @dataclass(frozen=True)

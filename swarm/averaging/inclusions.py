@@ -26,14 +26,22 @@ _SLACK = 4
 """Factor on the streams that an auditor opens on average in a round, after which it is refused; at least so many."""
 
 
+FIRST_LOOKS = 5.0
+"""Bytes of audits of makers that were not checked yet, in shares of a round: a tenth of it at 2 %."""
+
+
 def audits_a_round(share: float, members: int, chunks: int, rows: int = 1) -> float:
     """Return how many chunks a member audits in a round, on average.
 
     A round brings it about ``2 * (members - 1) / members * chunks`` packed chunks, contributions and results. An audit
     of one chunk is to take ``share`` of that: it brings all members' contributions or, in a grid, those of a row and
     the other rows' partial sums, and then those of a row to one of these."""
-    brought = members if rows == 1 else 2 * members / rows + rows - 1
-    return 2.0 * share * chunks * (members - 1) / members / brought
+    return 2.0 * share * chunks * (members - 1) / members / chunks_brought(members, rows)
+
+
+def chunks_brought(members: int, rows: int) -> float:
+    """Return how many packed chunks an audit of one chunk brings."""
+    return members if rows == 1 else 2 * members / rows + rows - 1
 
 
 def included_blob(store: ResultStore) -> Blob:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
+import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from shoal.compression.formats import FormatMap
+from shoal.swarm.averaging.inclusions import FIRST_LOOKS, audits_a_round, chunks_brought
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan
@@ -61,6 +64,11 @@ class ExchangeCourse:
         for part in plan.parts:
             for one in plan.row_reducers(part) or (part.owner,):
                 self._reduced[one] += part.stop - part.start
+
+    @property
+    def contribution_bytes(self) -> float:
+        """Bytes of an element in a contribution."""
+        return self._sizes.contribution
 
     @property
     def took_s(self) -> float:
@@ -128,3 +136,36 @@ def sizes_and_traffic(
     rows = 1 + max(member.row for member in plan.members)
     sizes = PackedSizes.of(formats, plan.parts[-1].stop, -(-len(machines) // rows))
     return sizes, traffic_of(plan, sizes, [one.reachable for one in machines])
+
+
+class AuditTraffic:
+    """Bytes that members fetch after a round to check others' means, beside their work (``averaging/auditor.py``)."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        """``share``: of the bytes of a round, as in the run file."""
+        self._share = share
+        self._draw = random.Random(f"{seed} audits")
+        self._known: defaultdict[str, set[str]] = defaultdict(set)
+
+    def of(self, course: ExchangeCourse) -> Iterator[tuple[str, str, float]]:
+        """Yield auditor, maker and bytes of each audit of a committed round."""
+        plan, chunk = course.plan, course.plan.chunk_elements
+        chunks, rows, members = -(-plan.parts[-1].stop // chunk), course.rows, len(plan.members)
+        wanted = audits_a_round(self._share, members, chunks, rows)
+        if not wanted or members < 2:
+            return
+        owners = [plan.members[part.owner].peer for part in plan.parts]
+        size = chunk * course.contribution_bytes * chunks_brought(members, rows)
+        for auditor in (one.peer for one in plan.members):
+            makers = [owner for owner in owners if owner != auditor]
+            if not makers:
+                continue
+            checked = math.floor(wanted) + (self._draw.random() < wanted % 1.0)
+            drawn = [self._draw.choice(makers) for _ in range(checked)]
+            known = self._known[auditor]
+            known.update(drawn)
+            new = [owner for owner in makers if owner not in known]
+            if new and self._draw.random() < FIRST_LOOKS * wanted:
+                drawn.append(self._draw.choice(new))
+                known.add(drawn[-1])
+            yield from ((auditor, maker, size) for maker in drawn)

@@ -7,6 +7,7 @@ from statistics import median
 
 from shoal.swarm.protocol.types import RUN_MEMBERS
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES
+from shoal.swarm.simulation.costs import HOST_CORES
 from shoal.swarm.simulation.result import Result
 
 
@@ -106,7 +107,7 @@ def figures_of(result: Result, tokens_wanted: int | None) -> Figures:
         member_sent_gb_per_hour=result.members_sent_bytes / max(result.members_mean, 1e-9) / seconds * 3600 / 1e9,
         host_sent_mbit=8e-6 * host.sent_bytes / seconds,
         host_received_mbit=8e-6 * host.received_bytes / seconds,
-        host_cores=host.cpu_s / seconds,
+        host_cores=HOST_CORES + host.cpu_s / seconds,
         relayed_mbit=8e-6 * result.relayed_bytes / seconds,
         largest_view_mb=result.largest_view_bytes / 1e6,
         samples_lost_share=lost,

@@ -8,6 +8,7 @@ so contributions and means overlap and the busier direction of the busiest link 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,24 @@ SLOWEST = 20.0
 def on_links(sent_bytes: float, received_bytes: float) -> float:
     """Return what links carry up of so much payload: with headers, and acknowledgements of what was received."""
     return sent_bytes + _HEADERS_BYTES * (sent_bytes / _SEGMENT_BYTES + received_bytes / (2 * _SEGMENT_BYTES))
+
+
+def acknowledgements(messages: int) -> float:
+    """Return what links carry up to acknowledge so many messages that get no answer."""
+    return float(_HEADERS_BYTES * messages)
+
+
+_SEALED_BYTES = 42
+"""Of a control message: ZMTP's frame (1 + 8 bytes) around CURVE's command, of 8 + 8 bytes, a seal of 16 and a byte of
+flags (RFC 23 and 26 of ZeroMQ)."""
+
+
+def message_on_links(payload: float) -> float:
+    """Return what links carry of a control message, with its seal and the headers of its own segments.
+
+    Its acknowledgement goes with the answer."""
+    sealed = payload + _SEALED_BYTES
+    return sealed + _HEADERS_BYTES * math.ceil(sealed / _SEGMENT_BYTES)
 
 
 @dataclass(frozen=True)

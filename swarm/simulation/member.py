@@ -32,7 +32,8 @@ _NOT_PREPARED, _PREPARED = Headway(), Headway(prepared=1.0)
 
 @dataclass(frozen=True)
 class News:
-    """News of a view for a member. ``planned``: by peer, the index in the plan; ``committed``: of the last round."""
+    """News of a view for a member. ``planned``: by peer, the index in the plan; ``committed``: of the last round;
+    ``chain`` and ``plan_digest``: of the newest verdict and plan."""
 
     round: int
     phase: Phase
@@ -41,6 +42,8 @@ class News:
     plan: RoundPlan | None
     planned: dict[str, int]
     committed: bool
+    chain: bytes | None = None
+    plan_digest: bytes | None = None
 
     @property
     def moment(self) -> tuple[int, str]:
@@ -155,6 +158,11 @@ class LightMember(MachineProcess):
             self.join_again()
         elif self._news is None or news.moment != self._news.moment:
             self.later(2 * self.machine.latency_s, lambda: self.hear(news))
+
+    @property
+    def named(self) -> tuple[bytes | None, bytes | None]:
+        """Verdict and plan that its messages name as known."""
+        return (None, None) if self._news is None else (self._news.chain, self._news.plan_digest)
 
     def heartbeat(self) -> PeerToCoordinatorHeartbeat:
         done, step_s = self.tokens_done, self._step_s

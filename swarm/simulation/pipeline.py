@@ -70,7 +70,7 @@ class SimulatedPipeline:
                 "a run with [pipeline] is simulated with the model's layers: say their number with --layers"
             )
         # Members need no invite here; in an open run the planner asks for two replicas of each stage, which stays so.
-        self._planner = planner_of(run)
+        self.planner = planner_of(run)
         self.run = run.model_copy(update={"access": run.access.model_copy(update={"admission": "open"})})
         self.clock = EventQueue()
         self.attendance = Attendance(self.clock)
@@ -152,7 +152,7 @@ class SimulatedPipeline:
         machine, now_s = self.machine, self.clock.now_s
         machine.log.take()
         while (asked := machine.plan_request(now_s)) is not None:
-            plan = asked.plan(self._planner)
+            plan = asked.plan(self.planner)
             if isinstance(plan, Infeasible):
                 self.course.shortage = plan.reason
             elif asked.previous is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -20,7 +20,6 @@ from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import NotAdmitted, TryLater, UserError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.messages import (
-    CoordinatorToPeerView,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorRequestLease,
@@ -33,16 +32,19 @@ from shoal.swarm.protocol.wire import Envelope, encode
 from shoal.swarm.sample_ranges import Ranges, count
 from shoal.swarm.simulation.costs import APPLY_S_PER_ELEMENT, PACK_S_PER_ELEMENT, push_s
 from shoal.swarm.simulation.event_queue import EventQueue
-from shoal.swarm.simulation.exchange import ExchangeCourse
-from shoal.swarm.simulation.links import PackedSizes, on_links
+from shoal.swarm.simulation.exchange import AuditTraffic, ExchangeCourse
+from shoal.swarm.simulation.links import PackedSizes, acknowledgements, on_links
 from shoal.swarm.simulation.member import LightMember, News
 from shoal.swarm.simulation.pipeline import SimulatedPipeline
 from shoal.swarm.simulation.process import Attendance
 from shoal.swarm.simulation.result import Model, Result, SimulatedRound
+from shoal.swarm.simulation.told_views import NO_LIMIT_BYTES, ToldViews, encoded_bytes
 from shoal.swarm.simulation.traces import Trace
 
 _TICK_S = 0.1
-_NO_LIMIT_BYTES = 2**50
+_TOLD_SHARE = 10
+"""As of ``service.py``."""
+
 _FEW, _MANY = 200, 2000
 """Members up to which the coordinator looks at the clock as often as a real one does, and from which on heartbeats and
 leases are simulated in threes."""
@@ -87,11 +89,10 @@ class SimulatedRun:
         self._exchange: ExchangeCourse | None = None
         self._planned_s = 0.0
         self._joined: set[str] = set()
-        self._plan_bytes = self._verdict_bytes = 0
-        self._base_bytes, self._entry_bytes = 600, 420
-        self._roster_pushed = 0
+        self.views = ToldViews(self.scope)
+        self._announced = -1
         self._push_free_s = 0.0
-        self._push_waits = False
+        self._audits = AuditTraffic(run.audit.share, seed)
         self._fetching = 0
         self._closes_s = 0.0
         self._say: Callable[[str], None] = lambda words: None
@@ -122,7 +123,7 @@ class SimulatedRun:
         self.scope.log.take()
         now = self.scope.urgent_state[:2]
         if now == self._told:
-            self._push_roster()
+            self._push_changes()
             return
         before, self._told = self._told, now
         scope = self.scope
@@ -136,37 +137,29 @@ class SimulatedRun:
 
     def _announce(self) -> None:
         """Push a view to each member, one after the other."""
-        news, live = self.news(), list(self.scope.membership.live)
-        each_bytes = float(self._base_bytes)
-        if news.phase == "averaging":
-            each_bytes += self._plan_bytes
-        elif news.phase in ("training", "ended") and self.scope.verdict is not None:
-            each_bytes += self._verdict_bytes
-        each_bytes += self._roster_bytes(self._roster_pushed)
-        self._roster_pushed = self.scope.membership.roster_version
-        each_s = push_s(each_bytes, self._trace.host_bps)
-        self.result.host.push(len(live), each_bytes)
-        self._push_free_s = self.clock.now_s + 2 * each_s * len(live)
-        for place, peer in enumerate(live):
-            member = self._by_peer[peer]
-            delay_s = (place + 1) * each_s + member.machine.latency_s + 8 * each_bytes / member.machine.down_bps
+        news, begins_s = self.news(), self.clock.now_s
+        for member, at_s, size in self._push():
+            delay_s = at_s - begins_s + member.machine.latency_s + 8 * size / member.machine.down_bps
             self.clock.after(delay_s, _Delivery(member, member.hear, news))
 
-    def _push_roster(self) -> None:
-        """Push who has come and gone, as often as telling it leaves half of the time for other things."""
-        membership = self.scope.membership
-        if membership.roster_version == self._roster_pushed or self.clock.now_s < self._push_free_s:
-            return
-        each_bytes = self._base_bytes + self._roster_bytes(self._roster_pushed)
-        each_s = push_s(each_bytes, self._trace.host_bps)
-        self._roster_pushed = membership.roster_version
-        self.result.host.push(len(membership.live), each_bytes)
-        self._push_free_s = self.clock.now_s + 2 * each_s * len(membership.live)
+    def _push_changes(self) -> None:
+        """Push what is not urgent, such as who has come, as often as takes a small part of the time."""
+        if self.scope.log.announcements != self._announced and self.clock.now_s >= self._push_free_s:
+            for _ in self._push():
+                pass
 
-    def _roster_bytes(self, since: int) -> float:
-        version = self.scope.membership.roster_version
-        changes = min(version - since, len(self.scope.membership.live)) if since > 0 else len(self._joined)
-        return float(changes * self._entry_bytes)
+    def _push(self) -> Iterator[tuple[LightMember, float, int]]:
+        """Send all members a view, one after the other; yields each with the moment and the bytes."""
+        at_s = begins_s = self.clock.now_s
+        self._announced = self.scope.log.announcements
+        for peer in list(self.scope.membership.live):
+            size = self.views.tell(peer, begins_s, is_answer=False)
+            self.result.host.push(1, size)
+            self.result.largest_view_bytes = max(self.result.largest_view_bytes, size)
+            at_s += push_s(size, self._trace.host_bps)
+            yield self._by_peer[peer], at_s, size
+        took_s = at_s - begins_s
+        self._push_free_s = begins_s + min(_TOLD_SHARE * took_s, max(took_s, self.deadlines.heartbeat_s))
 
     def news(self) -> News:
         """Return what a view tells now."""
@@ -177,7 +170,10 @@ class SimulatedRun:
             verdict = self.scope.verdict
             committed = verdict is not None and verdict.committed and verdict.round == one.number - 1
             version = self.scope.anchor_version
-            self._news = key, News(one.number, one.phase, one.closes_s, version, one.plan, planned, committed)
+            chain = verdict.chain if verdict is not None else None
+            digest = self.scope.plan_statement(one.plan).plan if one.plan is not None else None
+            moment = one.number, one.phase, one.closes_s
+            self._news = key, News(*moment, version, one.plan, planned, committed, chain, digest)
         return self._news[1]
 
     def digest(self, version: int) -> bytes:
@@ -193,22 +189,10 @@ class SimulatedRun:
         assert plan is not None
         machines = [self._by_peer[one.peer].machine for one in plan.members]
         now_s = self._planned_s = self.clock.now_s
-        view = CoordinatorToPeerView(view=self.scope.view(plan.members[0].peer, now_s, 0, None))
-        whole = len(encode(Envelope("notice", 0, view), _NO_LIMIT_BYTES))
-        bare = view.view.model_copy(update={"plan": None, "roster": None, "roster_delta": None, "verdict": None})
-        entries = len(view.view.roster or ())
-        without = view.view.model_copy(update={"plan": None, "verdict": None})
-        with_roster = len(encode(Envelope("notice", 0, CoordinatorToPeerView(view=without)), _NO_LIMIT_BYTES))
-        self._base_bytes = len(encode(Envelope("notice", 0, CoordinatorToPeerView(view=bare)), _NO_LIMIT_BYTES))
-        if entries:
-            self._entry_bytes = (with_roster - self._base_bytes) // entries
-        only_plan = view.view.model_copy(update={"roster": None, "roster_delta": None, "verdict": None})
-        only = len(encode(Envelope("notice", 0, CoordinatorToPeerView(view=only_plan)), _NO_LIMIT_BYTES))
-        self._plan_bytes = only - self._base_bytes
-        self.result.largest_view_bytes = max(self.result.largest_view_bytes, whole)
         # The exchange begins for everybody when the last member has the plan.
-        last_s = push_s(self._base_bytes + self._plan_bytes, self._trace.host_bps) * len(self.scope.membership.live)
-        slowest_s = max(one.latency_s + 8 * self._plan_bytes / one.down_bps for one in machines)
+        plan_bytes = encoded_bytes(self.scope.view(plan.members[0].peer, now_s, self.scope.membership.roster_version))
+        last_s = push_s(plan_bytes, self._trace.host_bps) * len(self.scope.membership.live)
+        slowest_s = max(one.latency_s + 8 * plan_bytes / one.down_bps for one in machines)
         self._exchange = ExchangeCourse(
             plan,
             machines,
@@ -236,9 +220,6 @@ class SimulatedRun:
         if verdict is None:
             return
         plan, exchange = verdict.plan, self._exchange
-        if plan is not None:
-            # Digests, and a signature of each part's maker; the plan is known already.
-            self._verdict_bytes = 145 * len(plan.parts) + 500
         before = self.result.rounds[-1].ended_s if self.result.rounds else 0.0
         one = SimulatedRound(
             number=verdict.round,
@@ -258,14 +239,16 @@ class SimulatedRun:
         self.result.rounds.append(one)
         if verdict.committed and plan is not None and exchange is not None:
             self.result.relayed_bytes += exchange.relayed_bytes
+            for auditor, maker, size in self._audits.of(exchange):
+                self._by_peer[maker].up_bytes += size
+                self._by_peer[auditor].down_bytes += size
         self._say(f"round {one.number}: {one.members} members, {one.tokens:,} tokens, {one.ended_s - before:.1f} s")
 
     def _members_sent_bytes(self) -> float:
+        host = self.result.host
         sent = self.result.served_bytes + sum(one.up_bytes for one in self.members)
-        return on_links(
-            sent + self.result.host.received_bytes,
-            sum(one.down_bytes for one in self.members) + self.result.host.sent_bytes,
-        )
+        received = sum(one.down_bytes for one in self.members)
+        return on_links(sent, received) + host.received_bytes + acknowledgements(host.messages["push"])
 
     # Requests -----------------------------------------------------------------------------------------------
 
@@ -303,9 +286,8 @@ class SimulatedRun:
                 )
             )
 
-        roster = self._base_bytes + self._entry_bytes * len(scope.membership.live)
-        self.result.host.count("join", size, roster + self._plan_bytes + self._verdict_bytes)
-        member.roster_version = scope.membership.roster_version
+        self.views.joined(member.peer)
+        self.result.host.count("join", size, self.views.tell(member.peer, now_s, is_answer=False))
         self._settle()
         return True
 
@@ -324,6 +306,7 @@ class SimulatedRun:
             return None
         beat = member.heartbeat()
         self.scope.heartbeat(member.peer, beat, self.clock.now_s)
+        self.views.heard(member.peer, *member.named)
         self.result.host.count("heartbeat", lambda: self._size(beat), self._answer_bytes(member), times)
         self._settle()
         return self.news()
@@ -358,13 +341,11 @@ class SimulatedRun:
         return self.news()
 
     def _answer_bytes(self, member: LightMember) -> float:
-        """Return the size of a view in answer to a request, of a member that knows the newest verdict and plan."""
-        version, known = self.scope.membership.roster_version, max(member.roster_version, self._roster_pushed)
-        member.roster_version = version
-        return self._base_bytes + self._entry_bytes * float(version - known)
+        """Return the size of the view in answer to a request."""
+        return self.views.tell(member.peer, self.clock.now_s, is_answer=True)
 
     def _size(self, message: Message) -> int:
-        return len(encode(Envelope("request", 1, message, run=self.run.run.name), _NO_LIMIT_BYTES))
+        return len(encode(Envelope("request", 1, message, run=self.run.run.name), NO_LIMIT_BYTES))
 
     # States -------------------------------------------------------------------------------------------------
 

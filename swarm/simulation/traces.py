@@ -72,8 +72,8 @@ class Churn:
 class Machine:
     """One machine. ``flops``: that it reaches in training; ``tokens_per_s`` instead, where that is known.
     ``device_bytes``: of the GPU's own memory, None for one that computes in the machine's memory, ``host_bytes``; both
-    only limit which stages of a pipeline it can hold. ``pack_s``, ``apply_s``: that it takes in a plain run's round from
-    the last step to ``ready``, and from the verdict to the next step; None: by the model's size (``costs.py``).
+    only limit which stages of a pipeline it can hold. ``pack_s``, ``apply_s``: in a plain run, from the last step of a
+    round to ``ready``, and from the verdict to the next step; None: by the model's size (``costs.py``).
 
     ``network``: its IPv4 /24 in admission's eyes; ``up_bps``, ``down_bps``: of its link, ``latency_s``: one way to any
     other machine; ``reachable``: whether others can dial it; ``sessions``: those of a file, ``churn`` else."""
