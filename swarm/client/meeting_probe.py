@@ -15,9 +15,9 @@ from shoal.swarm.transport.node import Endpoint
 MOST_TRIED = 16
 """Members that are tried without any other reason: those that are there the longest, who mostly own the parts."""
 
-_ATTEMPT_S, _LONGEST_ATTEMPT_S = 3.0, 12.0
-"""Time for the first attempt with a member, and as much more for each later one; and most time of one. Where machines
-are busy a connection takes seconds, and a member may be named after two attempts."""
+_ATTEMPT_S, _MOST_TIMES = 3.0, 4
+"""Least time for a first attempt, and how many times as long the later ones may take; each takes once more. Where
+machines are busy a connection takes seconds, and a member may be named after two attempts."""
 
 _LOOK_S, _GROWTH, _LONGEST_S = 5.0, 1.5, 120.0
 """Between two looks at what is due; growth of the pause between two attempts with a member, and the longest one. A
@@ -32,11 +32,6 @@ class _Attempts:
     due_s: float
     pause_s: float
 
-    @property
-    def limit_s(self) -> float:
-        """Time for the next attempt."""
-        return min(_ATTEMPT_S * (self.made + 1), _LONGEST_ATTEMPT_S)
-
     def after(self, now_s: float) -> _Attempts:
         return _Attempts(self.made + 1, now_s + self.pause_s, min(_GROWTH * self.pause_s, _LONGEST_S))
 
@@ -48,11 +43,13 @@ async def keep_meeting(client: CoordinatorClient, endpoint: Endpoint, changed: C
     ``changed``: called when other members could not be met than before. Not while a round is averaged."""
     node, loop = client.node, asyncio.get_running_loop()
     node.unmet.patience_s = client.deadlines.dead_s
+    # Whoever does not know our key yet asks with its next heartbeat before it lets us in.
+    first_s = max(_ATTEMPT_S, 2 * client.deadlines.heartbeat_s)
     tried: dict[str, _Attempts] = {}
 
     async def attempt(peer: str) -> None:
         before = tried.get(peer, _Attempts(0, 0.0, client.deadlines.dead_s))
-        await _meet(endpoint, peer, before.limit_s)
+        await _meet(endpoint, peer, first_s * min(before.made + 1, _MOST_TIMES))
         tried[peer] = before.after(loop.time())
 
     while client.view.phase != "ended":

@@ -88,6 +88,18 @@ def test_a_machine_that_is_busy_does_not_keep_members_apart() -> None:
     run_virtual(main())
 
 
+def test_a_first_attempt_lasts_until_others_may_know_our_key() -> None:
+    """From their next heartbeat on, which is later than three seconds where patience is usual."""
+
+    async def main() -> None:
+        world = Busy(lambda peer: 8.0)
+        world.deadlines = Deadlines(30.0)
+        await world.meets_all(40.0)
+        assert len(world.asked) == 3
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("busy_s", [20.0, 60.0])
 def test_members_are_met_again_soon_after_they_can_be(busy_s: float) -> None:
     async def main() -> None:
