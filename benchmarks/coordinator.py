@@ -1,4 +1,4 @@
-"""Speed and memory of one real coordinator process with up to a thousand simulated peers.
+"""Speed and memory of one real coordinator process with up to thousands of simulated peers.
 
 The peers are light (``light_peer.py``): they speak the protocol over CURVE on loopback, but hold no model and average
 no bytes. Planning: seconds from the closing moment until every peer has the plan. RSS: the coordinator's resident
