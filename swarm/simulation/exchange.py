@@ -54,6 +54,7 @@ class ExchangeCourse:
             latency_s=median(one.latency_s for one in machines),
             patience_s=deadlines.contribution_s,
             relay_bps=relay_bps,
+            chunk_bytes=plan.chunk_elements * self._sizes.result if not plan.columns else 0.0,
         )
         self.ends_s = begins_s + self._exchange.took_s
         self.dead: set[int] = set()
@@ -134,7 +135,7 @@ def sizes_and_traffic(
 ) -> tuple[PackedSizes, list[MemberTraffic]]:
     """Return what an element takes, and what each member of a plan moves."""
     rows = 1 + max(member.row for member in plan.members)
-    sizes = PackedSizes.of(formats, plan.parts[-1].stop, -(-len(machines) // rows))
+    sizes = PackedSizes.of(formats, plan.parts[-1].stop, -(-len(machines) // rows)).in_chunks(plan)
     return sizes, traffic_of(plan, sizes, [one.reachable for one in machines])
 
 

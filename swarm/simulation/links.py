@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from shoal.compression.formats import FormatMap
-from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.averaging.chunk_header import Group
+from shoal.swarm.averaging.merkle import path_bytes
+from shoal.swarm.protocol.rounds import RoundPlan, leaf_elements
+from shoal.swarm.transport.bulk.data_connection import PREFIX_BYTES
+from shoal.swarm.transport.bulk.frame_crypto import TAG_BYTES
 
 LINK_SHARE = 0.95
 """Part of a link's rate that sealed chunks get (``wan.py``: 0.950 and 0.951 with 50 and 10 M elements at 100 Mbit/s);
@@ -56,6 +60,9 @@ def message_on_links(payload: float) -> float:
     return sealed + _HEADERS_BYTES * math.ceil(sealed / _SEGMENT_BYTES)
 
 
+_FRAME_BYTES = PREFIX_BYTES + TAG_BYTES
+
+
 @dataclass(frozen=True)
 class PackedSizes:
     """Bytes of an element in a contribution, and in a result or partial sum."""
@@ -67,6 +74,17 @@ class PackedSizes:
     def of(cls, formats: FormatMap, elements: int, members: int) -> PackedSizes:
         contribution, result = formats.contribution(0, elements), formats.result(0, elements, members)
         return cls(contribution.packed_bytes(elements) / elements, result.packed_bytes(elements) / elements)
+
+    def in_chunks(self, plan: RoundPlan) -> PackedSizes:
+        """Return the sizes with what chunks have beside: a path to the contribution's root or the header of a result,
+        and the frame that seals them."""
+        elements, chunk = plan.parts[-1].stop, plan.chunk_elements
+        leaf = leaf_elements(elements)
+        leaves, step = -(-elements // leaf), max(1, chunk // leaf)
+        paths = sum(path_bytes(leaves, first, min(first + step, leaves)) for first in range(0, leaves, step))
+        frames = -(-elements // chunk) * _FRAME_BYTES
+        headers = -(-elements // chunk) * Group.of(plan).header_bytes
+        return PackedSizes(self.contribution + (paths + frames) / elements, self.result + (headers + frames) / elements)
 
 
 @dataclass(frozen=True)
@@ -141,9 +159,12 @@ def exchange_of(
     latency_s: float,
     patience_s: float,
     relay_bps: float,
+    chunk_bytes: float = 0.0,
 ) -> Exchange:
-    """Return the course of an exchange.
+    """Return the course of an exchange. ``chunk_bytes``: of one chunk of a result.
 
+    Contributions go before results, and the last chunk of each part is made when the last of them is here: then it
+    still has to get to all members.
     A contributor that owns nothing is left out where the others have waited for it for ``patience_s`` and ``SLOWEST``
     times what the median takes. ``relay_bps``: what all relays carry together."""
     processor_s = EXCHANGE_S_PER_ELEMENT * elements if len(traffic) > 1 else 0.0
@@ -160,9 +181,17 @@ def exchange_of(
         if not one.owns and seconds > limit_s
     )
     waited_s = [limit_s if index in left_out else seconds for index, seconds in enumerate(busy_s)]
+    last_s = max((seconds for index, seconds in enumerate(contributing_s) if index not in left_out), default=0.0)
+    owners = sum(one.owns for one in traffic)
+    # An owner sends its last chunk to all others; each gets one of every other owner.
+    ends_s = last_s + max(
+        max(8 * chunk_bytes * (len(traffic) - 1) * one.owns / up, 8 * chunk_bytes * (owners - one.owns) / down)
+        / LINK_SHARE
+        for one, up, down in zip(traffic, up_bps, down_bps, strict=True)
+    )
     relayed_bytes = sum(one.relayed for one in traffic)
     relay_s = 8 * relayed_bytes / (relay_bps * LINK_SHARE)
-    took_s = max(*waited_s, relay_s, processor_s) + 2 * latency_s if len(traffic) > 1 else 0.0
+    took_s = max(*waited_s, ends_s, relay_s, processor_s) + 2 * latency_s if len(traffic) > 1 else 0.0
     return Exchange(traffic, busy_s, took_s, left_out, relayed_bytes)
 
 
