@@ -23,6 +23,9 @@ from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.secure.groups import MaskingGroup
 from shoal.swarm.secure.masks import Lanes
 
+_AT_ONCE = 2**16
+"""Elements whose sums, in float64, stay in a processor's cache."""
+
 OpenedSums = Mapping[MaskingGroup, tuple[Sequence[int], Lanes]]
 """By group, in the order of the draw: the members in its sum, and the sum without masks."""
 
@@ -30,17 +33,22 @@ OpenedSums = Mapping[MaskingGroup, tuple[Sequence[int], Lanes]]
 def mean_of_sums(store: ResultStore, layout: LaneLayout, chunk: int, opened: OpenedSums) -> torch.Tensor:
     """Return the mean of a chunk, (n,) float32. ``opened``: of that chunk, as many sums as the plan's kind of mean
     needs. For a worker thread."""
-    plan, group, (start, stop) = store.plan, store.group, store.bounds(chunk)
-    block, scales = layout.secure.block, layout.scales[layout.blocks(start, stop)]
-    weight = group.weight(member for members, _ in opened.values() for member in members)
-    means, total = [], np.zeros(stop - start)
-    for masked, (members, lanes) in opened.items():
-        one = _weighted(plan, layout, masked, lanes[: stop - start])
-        if plan.mean == "trimmed":
-            means.append(mean_of(one, block, scales, 1 / group.weight(members)))
-        else:
-            total += one
-    return mean_of_groups(means) if plan.mean == "trimmed" else mean_of(total, block, scales, 1 / weight)
+    block, (start, stop) = layout.secure.block, store.bounds(chunk)
+    scales = layout.scales[layout.blocks(start, stop)]
+    weight = store.group.weight(member for members, _ in opened.values() for member in members)
+    mean, step = torch.empty(stop - start), max(1, _AT_ONCE // block) * block
+    for at in range(0, stop - start, step):
+        upto = min(at + step, stop - start)
+        means, total = [], np.zeros(upto - at)
+        exponents = scales[at // block : -(-upto // block)]
+        for masked, (members, lanes) in opened.items():
+            one = _weighted(store.plan, layout, masked, lanes[at:upto])
+            if store.plan.mean == "trimmed":
+                means.append(mean_of(one, block, exponents, 1 / store.group.weight(members)))
+            else:
+                total += one
+        mean[at:upto] = mean_of_groups(means) if means else mean_of(total, block, exponents, 1 / weight)
+    return mean
 
 
 def heaviest(plan: RoundPlan, group: MaskingGroup) -> int:
