@@ -390,11 +390,14 @@ def scene() -> Scene:
             assert isinstance(first, Committed)
             verdict, store = first.verdict, auditor.averager._stores[0]
             assert verdict.plan is not None
-            part = next(one for one, of in enumerate(verdict.plan.parts) if of.owner not in (0, 7))
-            chunk = store.chunks_of(verdict.plan.parts[part])[-1]
             about = PlanStatement(name_of(verdict), plan_digest(verdict.plan))
+            masked = masked_round(store, about, verdict)
+            assert masked is not None
+            small = next(group.members for group in masked.groups if 7 in group.members)  # it needs all that are left
+            part = next(one for one, of in enumerate(verdict.plan.parts) if of.owner not in (0, *small))
+            chunk = store.chunks_of(verdict.plan.parts[part])[-1]
             subject, results = Subject(part, chunk, None, store[chunk]), store.bytes_of(verdict.plan.parts[part])
-            committed = _CommittedPart(store, verdict, about, results, masked_round(store, about, verdict))
+            committed = _CommittedPart(store, verdict, about, results, masked)
             maker = verdict.plan.parts[part].owner
             for kept in (one.averager._inclusions[0] for one in alive):
                 kept._streams.clear()
