@@ -546,7 +546,7 @@ class _CoordinatorBoard:
     async def changed(self, stage: int, is_due: Callable[[], bool]) -> int:
         client, epoch = self._client, self._client.view.epoch
         view = await client.wait_for(
-            lambda view: is_due() or view.round != self._number or view.epoch != epoch or view.secure_stage != stage,
+            lambda view: is_due() or view.round != self._number or view.epoch != epoch or view.secure_stage > stage,
             client.deadlines.heartbeat_s,
         )
         if view.round > self._number:
