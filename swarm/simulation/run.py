@@ -190,7 +190,8 @@ class SimulatedRun:
         machines = [self._by_peer[one.peer].machine for one in plan.members]
         now_s = self._planned_s = self.clock.now_s
         # The exchange begins for everybody when the last member has the plan.
-        plan_bytes = encoded_bytes(self.scope.view(plan.members[0].peer, now_s, self.scope.membership.roster_version))
+        version, chain = self.scope.membership.roster_version, self.scope.verdict.chain if self.scope.verdict else None
+        plan_bytes = encoded_bytes(self.scope.view(plan.members[0].peer, now_s, version, chain))
         last_s = push_s(plan_bytes, self._trace.host_bps) * len(self.scope.membership.live)
         slowest_s = max(one.latency_s + 8 * plan_bytes / one.down_bps for one in machines)
         self._exchange = ExchangeCourse(
@@ -334,6 +335,7 @@ class SimulatedRun:
     def report(self, member: LightMember, report: PeerToCoordinatorRoundReport) -> News:
         if self._is_here(member):
             self.scope.report(member.peer, report, self.clock.now_s)
+            self.views.heard(member.peer, *member.named)
             self.result.host.count("report", lambda: self._size(report), self._answer_bytes(member))
             if self.scope.is_complete():
                 self.machine.tick(self.clock.now_s)

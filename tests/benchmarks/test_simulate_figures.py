@@ -25,8 +25,8 @@ def test_the_simulator_gets_the_links_and_the_work_of_the_real_run() -> None:
         for rates in ((8.0,) * 4, (8.0, 8.0, 8.0, 0.8))
     )
     assert even.work_s == pytest.approx(15.0, rel=0.03)
-    # int8, 2 (N - 1) / N of the model at 0.95 of 8 Mbit/s; the slow member has to send its contribution once, and to get
-    # the last chunk of each part then.
+    # int8, 2 (N - 1) / N of the model at 0.95 of 8 Mbit/s; the slow member has to send its contribution once, and to
+    # get the last chunk of each part then.
     assert even.exchange_s == pytest.approx(1.5 / 0.95, rel=0.2)
     assert 10 / 0.95 < slow.exchange_s < 1.15 * 10 / 0.95
     least_mb = 1.5 * (1 + 52 / 1448 + 26 / 1448)
