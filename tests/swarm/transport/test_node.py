@@ -128,6 +128,18 @@ async def test_notices_are_handled() -> None:
 
 
 @run
+async def test_both_sides_of_a_connection_are_linked() -> None:
+    async with swarm() as (a, b):
+        assert not a.node.is_linked(b.peer)
+        await ping(a, b)
+        assert b.node.is_linked(a.peer), "whoever has opened it"
+        assert not b.node.is_linked("nobody")
+        b.node.publish(STATE, Source(1, 2**10))
+        await fetch(a, b, Sink(), range(1))
+        assert a.node.is_linked(b.peer)
+
+
+@run
 async def test_large_notices_to_callers_are_frames_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """What libzmq enciphers for a caller that reads slowly is one frame, not a whole plan."""
     async with swarm() as (a, b):
