@@ -60,6 +60,10 @@ _MAX_SKIPPED = 256
 _REPLY_S = 15.0
 _GIVEN_UP_S = 3.0
 _HANDSHAKE_MS, _BACKLOG = 10_000, 1024
+_CURVE_BYTES = 33
+"""Bytes that CURVE adds to a frame: libzmq compares the size of what is enciphered with the largest one allowed, and
+ends the connection over a larger one."""
+
 _CALLER_BUFFER_BYTES = 2**17
 """Bytes of each caller that may wait in the kernel. The guard limits those in libzmq, whose own limit must not be used
 (``receive_backlog.py``)."""
@@ -125,7 +129,7 @@ class ControlPlane:
         self._router.zap_domain = CURVE_DOMAIN
         self._router.router_mandatory = True
         self._router.handshake_ivl, self._router.backlog = _HANDSHAKE_MS, _BACKLOG
-        self._router.maxmsgsize, self._router.rcvbuf = MAX_FRAME_BYTES, _CALLER_BUFFER_BYTES
+        self._router.maxmsgsize, self._router.rcvbuf = MAX_FRAME_BYTES + _CURVE_BYTES, _CALLER_BUFFER_BYTES
         self.guard.start(self._context, self._router, f"inproc://monitor-{next(_monitors)}")
         bound = self.guard.port = bind(self._router, host, port)
         self._tasks.create_task(self._receive_incoming())

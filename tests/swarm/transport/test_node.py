@@ -41,9 +41,11 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import (
+    EVIDENCE_PIECE_BYTES,
     PROTOCOL_VERSION,
     Acknowledged,
     CoordinatorToPeerTrial,
+    PeerToCoordinatorShowEvidence,
     PeerToPeerCloseStream,
     PeerToPeerOpenLink,
     PeerToPeerOpenStream,
@@ -172,6 +174,26 @@ async def test_large_notices_to_callers_are_frames_of_bounded_size(monkeypatch: 
             await arrived.wait()
         assert got == sent
         assert max(sizes) == MAX_FRAME_BYTES
+
+
+@pytest.mark.parametrize("size", [MAX_FRAME_BYTES - 300, MAX_FRAME_BYTES, 40_000, EVIDENCE_PIECE_BYTES])
+@run
+async def test_requests_of_any_size_arrive(size: int) -> None:
+    """Such as evidence: its frames are as large as a frame may be, and grow when they are enciphered."""
+    async with swarm() as (a, b):
+        got = list[Message]()
+
+        async def handler(channel: control.Channel, message: Message) -> Message:
+            got.append(message)
+            return Acknowledged()
+
+        b.node.control.handle(PeerToCoordinatorShowEvidence, handler)
+        await ping(a, b)
+        channel = dial(a, b)
+        await channel.connected(LONG_S)
+        shown = PeerToCoordinatorShowEvidence(evidence=bytes(32), size_bytes=size, start=0, data=bytes(size))
+        assert isinstance(await channel.request(shown, Acknowledged, LONG_S), Acknowledged)
+        assert got == [shown]
 
 
 @pytest.mark.parametrize(
