@@ -4,6 +4,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shoal.peer.cli.main import main
 from shoal.swarm.averaging import auditor
@@ -18,7 +19,7 @@ def accuse(kind: str) -> None:
         changed = {member: memoryview(bytearray(data)) for member, data in shown.contributions.items()}
         if kind == "forged":
             changed[min(changed)][0] ^= 1
-        return real(verdict, subject, results, Shown(changed, shown.partial_sums))
+        return real(verdict, subject, results, replace(shown, contributions=changed))
 
     auditor.fault_of, auditor.make_evidence = lambda *_: Fault("nothing", 0.0), make  # type: ignore[assignment]
 

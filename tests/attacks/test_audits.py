@@ -72,6 +72,26 @@ def test_a_lying_owner_is_expelled_and_its_mean_undone(swarm: Swarm) -> None:
 
 
 @pytest.mark.slow
+def test_a_lying_owner_of_masked_sums_is_expelled(swarm: Swarm) -> None:
+    """By evidence that shows no single contribution; the others go on without it."""
+    secure = 'averaging.secure = true\naveraging.robust = "none"\n'
+    # Parts go to the fastest of those with credit: that is the liar, from the start. Evidence is larger than a frame.
+    host = swarm.host(secure + run_toml(max_s=ROUND_S, width=64) + "[audit]\nshare = 1.0\n")
+    liar = swarm.member(host.invite, "liar", LYING)
+    honest = [swarm.member(host.invite, label, extra=("--max-upload", "20Mbit")) for label in "abcd"]
+    found = eventually("it is expelled", lambda: expelled(host) or None, ROUNDS_S, swarm.tails)
+    assert [one.peer for one in found] == [liar.peer]
+    assert liar.exit_code(ROUNDS_S) == 54
+    evidence = unpack_evidence(evidence_path(host.state, found[0].evidence.hex()).read_bytes())
+    assert evidence.opening
+    assert evidence.verdict.signed_sets is not None
+    go_on_and_end(host, honest)
+    log = swarm.command("log", *SHOAL, "log", str(host.state), "--audit", "--check")
+    assert log.exit_code(ROUNDS_S) == 0, log.tail()
+    assert "guilty" in log.text()
+
+
+@pytest.mark.slow
 def test_a_lying_row_reducer_is_expelled_and_the_owners_that_included_its_sums_are_not(swarm: Swarm) -> None:
     """Four members in two rows: the means are right, as their owners were given these partial sums."""
     host = swarm.host("averaging.group_size = 2\n" + run_toml(max_s=ROUND_S) + "[audit]\nshare = 1.0\n")
