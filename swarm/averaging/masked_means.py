@@ -36,14 +36,16 @@ def mean_of_sums(store: ResultStore, layout: LaneLayout, chunk: int, opened: Ope
     block, (start, stop) = layout.secure.block, store.bounds(chunk)
     scales = layout.scales[layout.blocks(start, stop)]
     weight = store.group.weight(member for members, _ in opened.values() for member in members)
-    mean, step = torch.empty(stop - start), max(1, _AT_ONCE // block) * block
+    mean, is_trimmed = torch.empty(stop - start), store.plan.mean == "trimmed"
+    # Groups are compared by their norms in the whole chunk.
+    step = stop - start if is_trimmed else max(1, _AT_ONCE // block) * block
     for at in range(0, stop - start, step):
         upto = min(at + step, stop - start)
         means, total = [], np.zeros(upto - at)
         exponents = scales[at // block : -(-upto // block)]
         for masked, (members, lanes) in opened.items():
             one = _weighted(store.plan, layout, masked, lanes[at:upto])
-            if store.plan.mean == "trimmed":
+            if is_trimmed:
                 means.append(mean_of(one, block, exponents, 1 / store.group.weight(members)))
             else:
                 total += one

@@ -25,8 +25,8 @@ def test_a_mean_is_the_same_piece_by_piece(monkeypatch: pytest.MonkeyPatch, kind
         bits=lambda members: 11,
     )
     opened: dict[Any, Any] = {}
-    for members in (range(4), range(4, 8), range(8, 12)):
-        opened[MaskingGroup(tuple(members))] = list(members), drawn.integers(0, 2**16, n + 8).astype(np.uint16)
+    for members, most in ((range(4), 90), (range(4, 8), 100), (range(8, 12), 2**16)):  # the last one is shortened
+        opened[MaskingGroup(tuple(members))] = list(members), drawn.integers(0, most, n + 8).astype(np.uint16)
     whole = mean_of_sums(store, layout, 0, opened)
     for at_once in (1, BLOCK, 2 * BLOCK + 1):
         monkeypatch.setattr(masked_means, "_AT_ONCE", at_once)
