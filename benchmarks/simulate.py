@@ -106,7 +106,7 @@ def note_own_times(path: Path) -> None:
             file.write(f"{times.training.packing} {times.training.applying}\n")
         return times
 
-    PhaseClock.end_round = noted  # type: ignore[method-assign,assignment]
+    PhaseClock.end_round = noted  # type: ignore[method-assign]
 
 
 def run_member(invite: str, case: Case, folder: Path, site: Site) -> None:
