@@ -133,6 +133,10 @@ def _whole(head: bytes, view: RunView, *, is_notice: bool) -> bytes:
     return notices[head]
 
 
+_cut: tuple[bytes, tuple[bytes, ...]] = (b"", ())
+"""The message that was cut last, which may go to thousands, and its pieces."""
+
+
 def cut(data: bytes) -> tuple[bytes, ...]:
     """Cut an encoded message into frames of at most ``MAX_FRAME_BYTES``, each a ZeroMQ message of its own.
 
@@ -146,10 +150,6 @@ def cut(data: bytes) -> tuple[bytes, ...]:
         pieces = (_PIECE.pack(_IS_PIECE, len(data), start) + data[start : start + _PIECE_BYTES] for start in starts)
         _cut = data, tuple(pieces)
     return _cut[1]
-
-
-_cut: tuple[bytes, tuple[bytes, ...]] = (b"", ())
-"""The message that was cut last, which may go to thousands, and its pieces."""
 
 
 class Assembly:
