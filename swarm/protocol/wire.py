@@ -145,11 +145,14 @@ def cut(data: bytes) -> tuple[bytes, ...]:
     global _cut
     if len(data) <= MAX_FRAME_BYTES:
         return (data,)
-    if data is not _cut[0]:
+    known, pieces = _cut  # read once: other threads cut, too
+    if data is not known:
         starts = range(0, len(data), _PIECE_BYTES)
-        pieces = (_PIECE.pack(_IS_PIECE, len(data), start) + data[start : start + _PIECE_BYTES] for start in starts)
-        _cut = data, tuple(pieces)
-    return _cut[1]
+        pieces = tuple(
+            _PIECE.pack(_IS_PIECE, len(data), start) + data[start : start + _PIECE_BYTES] for start in starts
+        )
+        _cut = data, pieces
+    return pieces
 
 
 class Assembly:
