@@ -51,8 +51,9 @@ def check_losses(verdicts: list[VerdictGiven], fatal: int, back: int) -> None:
 def test_a_member_is_killed(swarm: Swarm, step: str) -> None:
     armed = swarm.folder / "armed"
     host = swarm.host(secure_toml())
-    others = swarm.members(host.invite, *OTHERS)
+    # Parts go to the fastest of those with credit, and who owns none sums nothing.
     doomed = swarm.member(host.invite, "doomed", launcher=(*DOOMED_MEMBER, step, "1", str(armed)))
+    others = [swarm.member(host.invite, label, extra=("--max-upload", "20Mbit")) for label in OTHERS]
     for member in [doomed, *others]:
         member.committed(within_s=START_S + ROUNDS_S)
     armed.touch()
