@@ -77,7 +77,7 @@ class Places:
 
 
 class Inclusions:
-    """What a member reduced in one round, as owner, stand-in and row reducer (a ``CountedSource``).
+    """Contributions that a member reduced in one round, as owner, stand-in and row reducer (a ``CountedSource``).
 
     What did not come here is empty."""
 

@@ -25,21 +25,6 @@ class Unopened:
     dealer: int | None
 
 
-def masks_left(
-    about: PlanStatement,
-    part: int,
-    group: MaskingGroup,
-    senders: Sequence[int],
-    included: Sequence[int],
-    keys: Sequence[SecureKeys],
-    revealed: Mapping[int, bytes],
-) -> list[tuple[bytes, int]] | Unopened:
-    """Return the keys and signs of what is to be added to a group's sum to open it: see ``secrets_of`` and
-    ``masks_of``."""
-    secrets = secrets_of(part, group, senders, included, keys, revealed)
-    return secrets if isinstance(secrets, Unopened) else masks_of(about, part, included, keys, secrets)
-
-
 def secrets_of(
     part: int,
     group: MaskingGroup,

@@ -50,7 +50,7 @@ START_S = 4.0
 
 @dataclass
 class HostMeter:
-    """What the coordinator has sent, received and computed. Sums are over the run; bytes are those on its link."""
+    """Messages, bytes and processor time of the coordinator. Sums are over the run; bytes are those on its link."""
 
     messages: Counter[str] = field(default_factory=Counter)
     sent_bytes: float = 0.0

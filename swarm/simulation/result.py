@@ -78,7 +78,7 @@ class Samples:
 
 @dataclass
 class PipelineCourse:
-    """What happened to the stages. ``boundaries``: empty if nobody could hold the model; ``shortage``: why not, in the
+    """Course of the stages. ``boundaries``: empty if nobody could hold the model; ``shortage``: why not, in the
     planner's words; ``replicas``: of each stage, at the end; ``moves``: spans that members were given instead of
     others; ``stalled_s``: time after the first plan in which some stage had nobody with its state.
 

@@ -170,7 +170,7 @@ class Node:
 
     @property
     def bandwidth_bps(self) -> float:
-        """What this machine's link carries, within its owner's limits; 0 while that is not known."""
+        """Bits a second that this machine's link carries, within its owner's limits; 0 while that is not known."""
         return self._data.limits.usable_bps(max(self.meter.bandwidth_bps, self.meter.probed_bps))
 
     @property

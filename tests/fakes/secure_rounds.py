@@ -15,7 +15,7 @@ from shoal.swarm.protocol.statements import PlanSigner, PlanStatement, RoundName
 from shoal.swarm.secure.board import SecureBoard
 from shoal.swarm.secure.masks import Lanes, add_masks
 from shoal.swarm.secure.member import SecureMember
-from shoal.swarm.secure.opening import Unopened, masks_left
+from shoal.swarm.secure.opening import Unopened, masks_of, secrets_of
 from shoal.swarm.secure.reveal_record import RevealRecord
 from shoal.swarm.secure.round_keys import fresh_nonce
 from shoal.swarm.secure.sum_names import keys_digest, name_of_part, names_of_sums
@@ -195,13 +195,13 @@ class Scene:
         member, included, total = self.members[owner], self.board.sets[part], np.zeros(LANES, np.int64)
         for group in member.groups:
             mine, senders = group.among(included), member.senders_of(group)
-            left = masks_left(self.about, part, group, senders, mine, member.keys, shown) if mine else []
-            if isinstance(left, Unopened):
+            secrets = secrets_of(part, group, senders, mine, member.keys, shown) if mine else {}
+            if isinstance(secrets, Unopened):
                 return None
             lanes = np.zeros(LANES, np.uint16)
             for one in mine:
                 lanes += self.sent[one, part]
-            add_masks(lanes, left)
+            add_masks(lanes, masks_of(self.about, part, mine, member.keys, secrets))
             total += lanes.view(np.int16)
         return total
 

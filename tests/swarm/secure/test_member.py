@@ -15,7 +15,7 @@ from shoal.swarm.protocol.statements import RoundName
 from shoal.swarm.secure.groups import threshold
 from shoal.swarm.secure.masks import add_masks
 from shoal.swarm.secure.member import SecureMember
-from shoal.swarm.secure.opening import Unopened, masks_left
+from shoal.swarm.secure.opening import Unopened, secrets_of
 from shoal.swarm.secure.reveal_record import RevealRecord
 from shoal.swarm.secure.shamir import SHARE_BYTES
 
@@ -144,8 +144,7 @@ def test_an_owner_that_lies_about_silence_gets_one_kind_of_share_of_each() -> No
     member, group = scene.members[0], scene.members[0].group
     # Everything that the shares give of the victim is taken off, and what is left is not its contribution.
     revealed = {one.member: one.shares for one in shown}
-    left = masks_left(scene.about, 0, group, group.members, [victim], member.keys, revealed)
-    assert isinstance(left, Unopened)
+    assert isinstance(secrets_of(0, group, group.members, [victim], member.keys, revealed), Unopened)
     for one in scene.members:
         assert one.is_spent(0) == (one.me != victim), "the victim may bring its work again"
 
