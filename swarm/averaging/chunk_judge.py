@@ -119,7 +119,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault of a subject, with its reason. ``excess``: how far it is from the right one, relative to how far its maker's own
+    """Fault of a subject. ``excess``: how far it is from the right one, relative to how far its maker's own
     contribution could have moved that (``NormBounds.influence``)."""
 
     reason: str
